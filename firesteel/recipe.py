@@ -57,6 +57,7 @@ class Source(Section):
 class Prompts(Section):
     sources: list[Source] = Field(default_factory=list, description="Where prompts come from, in order.")
     max_tokens: int = Field(1024, description="A prompt longer than this many tokens is dropped (and counted).", ge=8)
+    validation: float = Field(0.08, description="Share of the training prompts set aside for validation and calibration.", gt=0, lt=0.5)
     near_duplicate: float = Field(0.8, description="Jaccard similarity of 5-word shingles from which a prompt is a near-duplicate.", gt=0, le=1)
 
 
@@ -130,7 +131,7 @@ class Train(Section):
     final_lr: float = Field(0.05, description="Learning rate at the end, as a share of the peak (cosine).", ge=0, le=1)
     clip: float = Field(1.0, description="Largest gradient norm.", gt=0)
     validate_every: int = Field(200, description="Steps between validations.", ge=1)
-    validation_documents: int = Field(64, description="Held-out documents per validation.", ge=1)
+    validation_tokens: int = Field(8192, description="Validation documents are taken until they hold this many tokens.", ge=64)
     patience: int | None = Field(None, description="Stop after this many validations without a better acceptance length.", ge=1)
     checkpoint_minutes: float = Field(2.0, description="Minutes between resumable checkpoints.", gt=0)
     nonfinite_budget: int = Field(10, description="Steps with non-finite loss or gradient that may be skipped before training stops.", ge=0)
@@ -138,7 +139,7 @@ class Train(Section):
 
 
 class Calibrate(Section):
-    documents: int = Field(64, description="Held-out documents whose rounds calibrate the confidences.", ge=1)
+    tokens: int = Field(16384, description="Validation documents are taken for calibration until they hold this many tokens.", ge=64)
     bins: int = Field(15, description="Bins of the expected calibration error.", ge=2)
 
 

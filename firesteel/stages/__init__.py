@@ -1,1 +1,1 @@
-
+"""The line's stages, one module each: they read the artifact before and write their own."""

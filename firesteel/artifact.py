@@ -1,0 +1,223 @@
+"""Artifacts: what a stage leaves behind. A folder with a manifest, whole or not there.
+
+A stage works in `NAME.partial/` and commits by rename. The manifest states the kind, a key (what the artifact
+was made from: settings and the inputs' content hashes) and the checksum of every file. A stage whose artifact
+already has the wanted key is skipped; work found in `NAME.partial/` under the same key is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import firesteel
+from firesteel.errors import ArtifactError, ResourceError
+
+MANIFEST = "manifest.json"
+WORK = "work.json"
+FORMAT_VERSION = 1
+_PACKAGES = ("torch", "transformers", "safetensors", "datasets")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds.
+
+    Attributes:
+        kind: the stage's artifact kind, e.g. `responses`.
+        key: hash of settings and inputs: equal keys mean the artifact need not be made again.
+        content: hash over all files; what later stages name as their input.
+        inputs: content hash of each input artifact by name.
+        settings: the part of the recipe that the artifact depends on.
+        files: relative path -> sha256.
+        about: what the stage wants to say (target identity, layer ids, counts, seconds ...).
+    """
+
+    kind: str
+    key: str
+    content: str
+    inputs: dict[str, str]
+    settings: dict[str, Any]
+    files: dict[str, str]
+    about: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    created: str = ""
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A committed artifact."""
+
+    path: Path
+    manifest: Manifest
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+
+def hash_json(value: Any) -> str:
+    """Hash of a JSON-able value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def make_key(kind: str, settings: dict[str, Any], inputs: dict[str, str]) -> str:
+    """What an artifact is made from, as one hash."""
+    return hash_json([kind, FORMAT_VERSION, settings, inputs])
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file so that a reader sees the old or the new bytes, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(e, path) from e
+
+
+def disk_error(error: OSError, path: Path) -> ResourceError:
+    """An OSError of writing, as an error that says what to do."""
+    free = shutil.disk_usage(next(p for p in [path, *path.parents] if p.exists())).free
+    return ResourceError(
+        f"cannot write {path}: {error.strerror or error} ({free / 1e9:.2f} GB free there)",
+        mend="free some space or set runs_dir=ANOTHER_DISK; finished work is kept, the same command resumes",
+    )
+
+
+def open_artifact(path: Path, kind: str, *, verify: bool = True) -> Artifact:
+    """Open a committed artifact.
+
+    Raises:
+        ArtifactError: missing, of another kind or format, or (with `verify`) a file whose checksum differs.
+    """
+    manifest_path = path / MANIFEST
+    if not manifest_path.is_file():
+        raise ArtifactError(f"there is no {kind} in {path}", mend="run the stage before this one: `firesteel run RECIPE` walks all")
+    try:
+        manifest = Manifest(**json.loads(manifest_path.read_text()))
+    except (ValueError, TypeError) as e:
+        raise ArtifactError(f"{manifest_path} is corrupt: {e}", mend=f"delete {path} and run the stage again") from None
+    if manifest.format_version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{manifest_path} has format version {manifest.format_version}, this Firesteel reads {FORMAT_VERSION}",
+            mend=f"delete {path} and run the stage again",
+        )
+    if manifest.kind != kind:
+        raise ArtifactError(f"{path} holds {manifest.kind!r}, not {kind!r}", mend="give the folder of the right stage")
+    if verify:
+        for name, wanted in manifest.files.items():
+            file = path / name
+            if not file.is_file():
+                raise ArtifactError(f"{file} is missing", mend=f"delete {path} and run the stage again")
+            found = hash_file(file)
+            if found != wanted:
+                raise ArtifactError(
+                    f"{file} is corrupt: its sha256 is {found[:12]}, the manifest says {wanted[:12]}",
+                    mend=f"delete {path} and run the stage again",
+                )
+    return Artifact(path, manifest)
+
+
+def is_current(path: Path, kind: str, key: str) -> bool:
+    """True if a committed artifact with this key lies at `path`."""
+    try:
+        return open_artifact(path, kind, verify=False).manifest.key == key
+    except ArtifactError:
+        return False
+
+
+class ArtifactWriter:
+    """The working folder of a stage, resumable until `commit`.
+
+    `resumed` is True if work under the same key was found.
+    """
+
+    def __init__(self, path: Path, kind: str, settings: dict[str, Any], inputs: dict[str, str]) -> None:
+        self.final, self.kind, self.settings, self.inputs = path, kind, settings, inputs
+        self.key = make_key(kind, settings, inputs)
+        self.path = path.with_name(path.name + ".partial")
+        self.started = time.time()
+        work = self.path / WORK
+        self.resumed = work.is_file() and _read_key(work) == self.key
+        if not self.resumed:
+            shutil.rmtree(self.path, ignore_errors=True)
+            try:
+                self.path.mkdir(parents=True)
+            except OSError as e:
+                raise disk_error(e, path) from e
+            write_atomic(work, json.dumps({"kind": kind, "key": self.key}))
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def commit(self, about: dict[str, Any] | None = None, *, drop: Iterable[str] = ()) -> Artifact:
+        """Write the manifest and move the folder to its final name.
+
+        Args:
+            about: what to say in the manifest; `seconds` is added.
+            drop: names inside the folder that were only needed to resume.
+        """
+        for name in drop:
+            victim = self.path / name
+            shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
+        skip = {MANIFEST, WORK}
+        files = {str(p.relative_to(self.path)): hash_file(p) for p in sorted(self.path.rglob("*")) if p.is_file() and p.name not in skip}
+        manifest = Manifest(
+            kind=self.kind,
+            key=self.key,
+            content=hash_json([self.kind, files]),
+            inputs=self.inputs,
+            settings=self.settings,
+            files=files,
+            about={"seconds": round(time.time() - self.started, 3), **(about or {})},
+            versions=package_versions(),
+            command=sys.argv,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        write_atomic(self.path / MANIFEST, json.dumps(asdict(manifest), indent=1, default=str))
+        (self.path / WORK).unlink(missing_ok=True)
+        old = self.final.with_name(f"{self.final.name}.old-{os.getpid()}")
+        if self.final.exists():
+            self.final.rename(old)
+        self.path.rename(self.final)
+        shutil.rmtree(old, ignore_errors=True)
+        return Artifact(self.final, manifest)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions that an artifact's numbers may depend on."""
+    found = {"firesteel": firesteel.__version__, "python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _read_key(work: Path) -> str | None:
+    try:
+        return json.loads(work.read_text()).get("key")
+    except ValueError:
+        return None

@@ -1,0 +1,61 @@
+"""Batch: documents packed one after another, and the anchor blocks that are trained on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """T packed tokens, N anchor blocks of g slots, U unique predicted positions.
+
+    An anchor at packed index p is the known token x_p; its block sees context features of its own document at
+    positions < p only. `slots[n, k]` is the packed index of the token that slot k predicts: p + k + 1 with
+    sample_from_anchor, p + k without (slot 0 then predicts nothing). Anchors are sorted by p.
+
+    Attributes:
+        token_ids: `[T]` int64, target vocabulary.
+        document: `[T]` int64, number of the document a token belongs to, ascending from 0.
+        position: `[T]` int64, position within the document (what RoPE sees).
+        context: `[T, m*d]` captured states, layers side by side.
+        anchors: `[N]` int64, packed index of each anchor.
+        slots: `[N, g]` int64, packed index each slot predicts, -1 where none (past the document, unsupervised, or slot 0).
+        weights: `[N, g]` float32, static weight of each slot; 0 exactly where `slots` is -1.
+        target_last: `[U, d]` target's last states (before its final norm) for the unique predicted positions.
+        slot_target: `[N, g]` int64, row of `target_last` that belongs to the slot (its predecessor's state), -1 where none.
+            Rows are in ascending packed position.
+        draft_labels: `[N, g]` int64, the true token in the *draft* vocabulary, -1 where none or not in it.
+        target_lognorm: `[U]` float32 log-sum-exp of the target's logits (whole vocabulary), or None if not all documents have it.
+    """
+
+    token_ids: Tensor
+    document: Tensor
+    position: Tensor
+    context: Tensor
+    anchors: Tensor
+    slots: Tensor
+    weights: Tensor
+    target_last: Tensor
+    slot_target: Tensor
+    draft_labels: Tensor
+    target_lognorm: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.slots.shape[1]
+
+    def previous_tokens(self, sample_from_anchor: bool) -> Tensor:
+        """`[N, g]` int64: the token before the one that each slot predicts (teacher forcing); the anchor's where the slot predicts nothing."""
+        first = 0 if sample_from_anchor else -1
+        offsets = torch.arange(self.block_size, device=self.anchors.device) + first
+        index = (self.anchors[:, None] + offsets).clamp(max=self.token_ids.shape[0] - 1)
+        index = torch.where(self.slots >= 0, index, self.anchors[:, None])
+        return self.token_ids[index]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: None if v is None else v.to(device) for k, v in values.items()})

@@ -1,0 +1,148 @@
+"""The command line: verbs, overrides, errors without traceback.
+
+Importing this module must stay cheap (`--help` within a second): the stages, and with them PyTorch, are loaded by name when
+a verb runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from firesteel import __version__
+from firesteel.errors import FiresteelError
+from firesteel.recipe import load_recipe, named_recipes, recipe_to_yaml
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A named recipe (see `firesteel recipe --list`) or a YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that replace the recipe's.", show_default=False)]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, package, prove and deploy speculative-decoding drafters. Start with: firesteel run quickstart",
+)
+errors = Console(stderr=True, highlight=False)
+
+
+def main() -> None:
+    """Entry point: runs a verb, shows Firesteel's errors as one message, exit code 1 (130 on Ctrl-C)."""
+    try:
+        app(standalone_mode=True)
+    except FiresteelError as e:
+        errors.print("[bold red]error:[/] ", end="")
+        errors.print(str(e), markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted: finished work is kept, the same command resumes")
+        raise SystemExit(130) from None
+
+
+def _call(module: str, function: str, *args: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def _stage(verb: str, recipe: str, overrides: list[str] | None) -> None:
+    _call("firesteel.cli.runner", "run_verb", verb, load_recipe(recipe, overrides or []))
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def run(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Walk the whole line: prompts to report. Skips what is done, resumes what was interrupted."""
+    _stage("run", recipe, overrides)
+
+
+@app.command()
+def check(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Preflight: checks settings, target and disk, and predicts bytes and time. Spends nothing."""
+    _stage("check", recipe, overrides)
+
+
+@app.command()
+def prompts(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Read, check, dedupe and split the prompts."""
+    _stage("prompts", recipe, overrides)
+
+
+@app.command()
+def respond(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Let the target answer the prompts."""
+    _stage("respond", recipe, overrides)
+
+
+@app.command()
+def extract(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Capture the target's hidden states."""
+    _stage("extract", recipe, overrides)
+
+
+@app.command()
+def train(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Train the drafter (and those to compare it with)."""
+    _stage("train", recipe, overrides)
+
+
+@app.command()
+def calibrate(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Calibrate the confidence head by sequential temperature scaling."""
+    _stage("calibrate", recipe, overrides)
+
+
+@app.command()
+def package(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Export the checkpoint that vLLM loads, and prove that it decodes as validation promised."""
+    _stage("package", recipe, overrides)
+
+
+@app.command()
+def evaluate(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Measure acceptance and speed on held-out prompts and write the report."""
+    _stage("evaluate", recipe, overrides)
+
+
+@app.command()
+def report(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Print the report's headline and where it lies."""
+    _stage("report", recipe, overrides)
+
+
+@app.command()
+def recipe(
+    name: Annotated[str | None, typer.Argument(help="A named recipe or a YAML file.")] = None,
+    overrides: Overrides = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List the named recipes.")] = False,
+) -> None:
+    """Print a recipe in full, every setting explained."""
+    if list_all or name is None:
+        print("\n".join(named_recipes()))
+        return
+    sys.stdout.write(recipe_to_yaml(load_recipe(name, overrides or []), explain=True))
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A packaged drafter.")],
+    target: Annotated[str, typer.Argument(help="The target it was trained for: a folder, hub name or pypi:PACKAGE.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+) -> None:
+    """Ask the target one thing with a packaged drafter, and show how much was drafted."""
+    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Answers on file: what the target said to a prompt, appended as it comes, looked up by content."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firesteel.artifact import disk_error, hash_json
+from firesteel.errors import DataError
+from firesteel.prompts.conversation import Prompt
+from firesteel.prompts.template import AnsweredTurn
+
+DATA_FOLDER = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """All turns of one prompt, answered.
+
+    Attributes:
+        key: what the answer depends on: prompt, target, sampling, sample number.
+        prompt_key: key of the prompt.
+        sample: number of this answer among several to the same prompt.
+        turns: one per answer due.
+    """
+
+    key: str
+    prompt_key: str
+    sample: int
+    turns: list[AnsweredTurn]
+
+    def to_row(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "prompt_key": self.prompt_key,
+            "sample": self.sample,
+            "turns": [{"token_ids": t.token_ids, "text": t.text, "finish_reason": t.finish_reason} for t in self.turns],
+        }
+
+
+def answer_key(prompt: Prompt, sample: int, sampling: dict[str, Any], target: str) -> str:
+    """Name of an answer by what it depends on; `target` is the target's fingerprint."""
+    return hash_json([prompt.key, sample, sampling, target])
+
+
+def read_answers(path: Path) -> dict[str, Answered]:
+    """Answers of a JSONL file (`.gz` too) by key. A torn last line (killed while writing) is left out.
+
+    Raises:
+        DataError: the file is missing, or a line other than the last is broken.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file of answers {path}", mend="fix responses.answers, or leave it empty to let the target answer")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+        raise DataError(f"{path} cannot be read: {e}", mend="delete the file: the answers are made again") from None
+    answers: dict[str, Answered] = {}
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+            answered = Answered(row["key"], row["prompt_key"], row["sample"], [AnsweredTurn(**t) for t in row["turns"]])
+        except (ValueError, TypeError, KeyError) as e:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}:{number} is not an answer: {e}", mend="delete the file: the answers are made again") from None
+        answers[answered.key] = answered
+    return answers
+
+
+def append_answers(path: Path, answers: Iterable[Answered]) -> None:
+    """Append whole lines to a JSONL file; a torn last line (killed while writing) is cut off first.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    text = "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers)
+    try:
+        if path.is_file():
+            whole = path.read_bytes()
+            if not whole.endswith(b"\n"):
+                with path.open("r+b") as file:
+                    file.truncate(whole.rfind(b"\n") + 1)
+        with path.open("ab") as file:
+            file.write(text.encode())
+    except OSError as e:
+        raise disk_error(e, path) from e
+
+
+def find_answers_file(setting: str) -> Path:
+    """The file that `responses.answers` names: `builtin:NAME` ships with the package.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    if not setting.startswith("builtin:"):
+        return Path(setting).expanduser()
+    path = DATA_FOLDER / f"{setting.removeprefix('builtin:')}.jsonl.gz"
+    if not path.is_file():
+        names = ", ".join(sorted(p.name.removesuffix(".jsonl.gz") for p in DATA_FOLDER.glob("*.jsonl.gz"))) or "none"
+        raise DataError(f"there are no built-in answers {setting!r}", mend=f"built-in answers: {names}")
+    return path

@@ -1,0 +1,117 @@
+"""Batched generation with a KV cache: many prompts at once, finished rows leave the batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+_COMPACT_SHARE = 0.75  # rows leave the cache when fewer than this share of it still write
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One thing to answer: rendered prompt tokens, and a name that seeds its sampling."""
+
+    name: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said: `token_ids` include the end token where `finish_reason` is `stop` (else `length`)."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+
+class _Row:
+    def __init__(self, index: int, ask: Ask, sampling: Sampling) -> None:
+        self.index, self.tokens = index, [0][:0]
+        digest = hashlib.sha256(f"{sampling.seed}/{ask.name}".encode()).digest()
+        # A generator of its own: the answer does not depend on which other prompts share the batch.
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@torch.inference_mode()
+def generate_batch(
+    model: Any, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int], on_tokens: Callable[[int], None] | None = None
+) -> list[Answer]:
+    """Answer every prompt of one batch.
+
+    Args:
+        on_tokens: called with the number of tokens made at each step.
+    """
+    device, ends = model.device, set(eos_ids)
+    rows = [_Row(i, ask, sampling) for i, ask in enumerate(asks)]
+    answers: list[Answer | None] = [None] * len(asks)
+    ids, mask = _left_pad([a.token_ids for a in asks], device)
+    cache = DynamicCache(config=model.config.get_text_config())
+    live = rows
+    while live:
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :], past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        chosen = choose(out.logits[:, -1].float(), sampling, [r.generator for r in rows])
+        if on_tokens is not None:
+            on_tokens(len(live))
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            if answers[row.index] is not None:
+                continue
+            row.tokens.append(token)
+            if token in ends:
+                answers[row.index] = Answer(row.tokens, "stop")
+            elif len(row.tokens) == sampling.max_new_tokens:
+                answers[row.index] = Answer(row.tokens, "length")
+        live = [r for r in rows if answers[r.index] is None]
+        ids = chosen[:, None]
+        if live and len(live) <= _COMPACT_SHARE * len(rows):
+            keep = torch.tensor([i for i, r in enumerate(rows) if answers[r.index] is None], device=device)
+            cache.batch_select_indices(keep)
+            ids, mask, rows = ids[keep], mask[keep], live
+        mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+    return [a for a in answers if a is not None]
+
+
+def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """Pick a token per row: `[B, V]` float logits -> `[B]` int64."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        # A token stays if the mass before it is below top_p, so the likeliest always stays.
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    picks = [torch.multinomial(p.cpu(), 1, generator=g) for p, g in zip(probs, generators, strict=True)]
+    return torch.cat(picks).to(logits.device)
+
+
+def _left_pad(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(len(r) for r in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row)
+        mask[i, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)

@@ -1,0 +1,206 @@
+"""Stage `hidden`: the target's hidden states of every answered prompt, checked and stored."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
+from firesteel.errors import DataError, HiddenStateError
+from firesteel.hidden.sample import HiddenSample, check_sample, predictable_positions
+from firesteel.hidden.stores import DiskStore, HiddenStore, MemoryStore, predict_bytes
+from firesteel.prompts.conversation import Prompt
+from firesteel.prompts.template import Document, build_document, supervised_tokens
+from firesteel.responses.answers import Answered
+from firesteel.stages import prompts as prompts_stage
+from firesteel.stages import respond
+from firesteel.stages.line import Line
+from firesteel.target.local import LocalTarget, capture, stack_layers
+
+NAME = "hidden"
+SPLITS = respond.SPLITS
+_SAMPLES = "samples"
+_CHECKED_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A stored document: its key, T tokens, supervised tokens, domain."""
+
+    key: str
+    tokens: int
+    supervised: int
+    domain: str
+
+
+def run(line: Line) -> Artifact:
+    """Capture the states of all documents; samples already there are kept after a kill."""
+    prompts, responses = line.input("prompts"), line.input("responses")
+    recipe = line.recipe
+    settings = {
+        "hidden": recipe.hidden.model_dump(include={"codec", "max_length", "store"}),
+        "layer_ids": list(line.layer_ids),
+        "target": prompts_stage.target_settings(line),
+    }
+    inputs = {"prompts": prompts.manifest.content, "responses": responses.manifest.content}
+    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, prompts, responses))
+
+
+def read_index(artifact: Artifact, split: str) -> list[Listed]:
+    """The documents of a split, in order."""
+    return [Listed(**row) for row in json.loads((artifact / "index.json").read_text())[split]]
+
+
+def open_store(line: Line, artifact: Artifact) -> HiddenStore:
+    """The samples of a committed stage; with `hidden.store: memory` they are captured again here."""
+    if line.recipe.hidden.store == "disk":
+        return DiskStore(artifact / _SAMPLES, line.recipe.hidden.codec)
+    store = MemoryStore(line.recipe.hidden.codec)
+    documents = _all_documents(line, line.input("prompts"), line.input("responses"))
+    _capture_all(line, [d for docs in documents.values() for d in docs], store)
+    return store
+
+
+def _make(line: Line, writer: ArtifactWriter, prompts: Artifact, responses: Artifact) -> dict[str, Any]:
+    recipe, target = line.recipe, line.target
+    documents = _all_documents(line, prompts, responses)
+    every = [d for docs in documents.values() for d in docs]
+    tokens, supervised = sum(len(d.token_ids) for d in every), sum(sum(d.loss_mask) for d in every)
+    size = predict_bytes(tokens, supervised, len(line.layer_ids), target.spec.hidden_size, recipe.hidden.codec, len(every))
+    line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {size / 1e6:.0f} MB")
+    store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
+    bad = _capture_all(line, every, store)
+    worst = check_logits(target, store, [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance)
+    line.screen.say(f"hidden: logits recomputed from stored states differ from the target's by at most {worst:.4f} (total variation)")
+    index = {s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if d.key in store] for s, docs in documents.items()}
+    for split, rows in index.items():
+        if not rows:
+            raise DataError(f"no document of split {split} is left after the checks: {dict(bad)}", mend="look at the answers: firesteel respond RECIPE")
+    write_atomic(writer / "index.json", json.dumps(index))
+    return {
+        "target": target.spec.to_dict(),
+        "layer_ids": list(line.layer_ids),
+        "documents": {s: len(rows) for s, rows in index.items()},
+        "tokens": tokens,
+        "supervised": {s: supervised_tokens(docs) for s, docs in documents.items()},
+        "dropped": dict(bad),
+        "worst_total_variation": worst,
+        "bytes": store.nbytes(),
+    }
+
+
+def _all_documents(line: Line, prompts: Artifact, responses: Artifact) -> dict[str, list[Document]]:
+    return {split: _documents(line, prompts_stage.read_prompts(prompts, split), respond.read_responses(responses, split)) for split in SPLITS}
+
+
+def _documents(line: Line, prompts: Sequence[Prompt], answers: Sequence[Answered]) -> list[Document]:
+    """Documents of a split, cut to hidden.max_length; those without two supervised tokens in a row teach nothing and are left out."""
+    by_key = {p.key: p for p in prompts}
+    limit = line.recipe.hidden.max_length
+    found: dict[str, Document] = {}
+    for answered in answers:
+        for document in build_document(line.target.tokenizer, by_key[answered.prompt_key], answered.turns):
+            cut = Document(**{**vars(document), "token_ids": document.token_ids[:limit], "loss_mask": document.loss_mask[:limit]})
+            if any(a and b for a, b in zip(cut.loss_mask[:-1], cut.loss_mask[1:], strict=True)):
+                found[cut.key] = cut
+    supervised_tokens(found.values())
+    return list(found.values())
+
+
+def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) -> Counter[str]:
+    """Capture what is not stored yet; a document whose states fail the checks is dropped and counted.
+
+    Raises:
+        HiddenStateError: more than a tenth of the documents fail.
+    """
+    missing = sorted((d for d in documents if d.key not in store), key=lambda d: len(d.token_ids))
+    bad: Counter[str] = Counter()
+    last = ""
+    with line.screen.bar("capturing hidden states", sum(len(d.token_ids) for d in missing)) as bar:
+        for sample in _captured(line, missing):
+            try:
+                check_sample(sample, layer_ids=line.layer_ids, target=line.target.spec.fingerprint)
+                store.put(sample)
+            except HiddenStateError as e:
+                last = e.message
+                bad[e.message.replace(sample.key, "").strip()] += 1
+            bar.advance(len(sample))
+    if sum(bad.values()) > 0.1 * len(documents):
+        raise HiddenStateError(f"{sum(bad.values())} of {len(documents)} documents have bad hidden states; the last: {last}", mend="check target.layer_ids and target.dtype")
+    return bad
+
+
+def _captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:
+    """Documents of like length share a forward pass, padded on the right: with causal attention padding changes nothing before it."""
+    target, budget = line.target, line.recipe.hidden.batch_tokens
+    group: list[Document] = []
+    for document in documents:
+        if group and (len(group) + 1) * len(document.token_ids) > budget:
+            yield from capture_documents(target, group, line.layer_ids)
+            group = []
+        group.append(document)
+    if group:
+        yield from capture_documents(target, group, line.layer_ids)
+
+
+@torch.inference_mode()
+def capture_documents(target: LocalTarget, documents: Sequence[Document], layer_ids: Sequence[int]) -> list[HiddenSample]:
+    """One forward pass over right-padded documents."""
+    width = max(len(d.token_ids) for d in documents)
+    ids = torch.zeros(len(documents), width, dtype=torch.long)
+    for i, d in enumerate(documents):
+        ids[i, : len(d.token_ids)] = torch.tensor(d.token_ids)
+    with capture(target.model, layer_ids) as states:
+        # The LM head is applied below, only where a block can predict.
+        target.model(ids.to(target.device), use_cache=False, logits_to_keep=1)
+    aux, last = stack_layers(states, layer_ids), states["last"]
+    return [_sample(target, d, aux[i], last[i], tuple(layer_ids)) for i, d in enumerate(documents)]
+
+
+def _sample(target: LocalTarget, document: Document, aux: Tensor, last: Tensor, layer_ids: tuple[int, ...]) -> HiddenSample:
+    mask = torch.tensor(document.loss_mask)
+    positions = predictable_positions(mask)
+    rows = last[positions.to(last.device)]
+    lognorm = target.head.logits(rows).logsumexp(-1)
+    return HiddenSample(
+        key=document.key,
+        token_ids=torch.tensor(document.token_ids),
+        loss_mask=mask,
+        aux=aux[: len(mask)].cpu(),
+        last=rows.cpu(),
+        last_positions=positions,
+        layer_ids=layer_ids,
+        target=target.spec.fingerprint,
+        last_lognorm=lognorm.float().cpu(),
+    )
+
+
+@torch.inference_mode()
+def check_logits(target: LocalTarget, store: HiddenStore, documents: Sequence[Document], tolerance: float) -> float:
+    """Recompute the target's probabilities from stored states and compare them with its own; returns the worst mean total variation.
+
+    A wrong layer, a final norm applied twice or never, or a forgotten soft-cap shows here, before anything is trained.
+
+    Raises:
+        HiddenStateError: they differ by more than `tolerance`.
+    """
+    worst = 0.0
+    for document in documents:
+        sample = store.get(document.key)
+        truth = target.model(sample.token_ids[None].to(target.device), use_cache=False).logits[0, sample.last_positions].float().softmax(-1)
+        again = target.head.logits(sample.last.to(target.device)).softmax(-1)
+        distance = float(0.5 * (truth - again).abs().sum(-1).mean())
+        worst = max(worst, distance)
+        if not distance <= tolerance:
+            raise HiddenStateError(
+                f"document {document.key}: probabilities recomputed from stored states differ from the target's by {distance:.4f} (total variation), "
+                f"hidden.logits_tolerance={tolerance}",
+                mend="hidden.codec=fp32 rules out rounding; otherwise the target's head is not what Firesteel takes it for (soft-cap, scale, final norm)",
+            )
+    return worst

@@ -1,0 +1,86 @@
+"""What all stages share: the recipe, the run's folder, the target (loaded once, when first needed) and the way to say things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
+from firesteel.recipe import Recipe
+from firesteel.target.local import LocalTarget, load_target
+
+
+class Bar(Protocol):
+    """A progress bar."""
+
+    def advance(self, amount: float = 1, note: str = "") -> None: ...
+
+    def set(self, done: float, note: str = "") -> None: ...
+
+
+class Screen(Protocol):
+    """Where a stage speaks to its user."""
+
+    def say(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def bar(self, label: str, total: float) -> AbstractContextManager[Bar]: ...
+
+
+@dataclass
+class Line:
+    """A run: every stage gets this and nothing else."""
+
+    recipe: Recipe
+    screen: Screen
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.run_dir
+
+    @cached_property
+    def target(self) -> LocalTarget:
+        started = time.monotonic()
+        target = load_target(self.recipe.target)
+        self.screen.say(f"target {target.spec.name}: {target.spec.architecture}, {target.spec.num_layers} layers, loaded in {time.monotonic() - started:.1f} s")
+        return target
+
+    @cached_property
+    def layer_ids(self) -> tuple[int, ...]:
+        return self.target.layer_ids(self.recipe.target.layer_ids)
+
+    def input(self, name: str) -> Artifact:
+        """An earlier stage's artifact, verified."""
+        return open_artifact(self.folder / name, name)
+
+    def stage(
+        self, name: str, settings: dict[str, Any], inputs: dict[str, str], work: Callable[[ArtifactWriter], dict[str, Any]], *, drop: tuple[str, ...] = ()
+    ) -> Artifact:
+        """Make artifact `name`, or skip it if it is there with the same settings and inputs.
+
+        Args:
+            settings: the part of the recipe that the artifact depends on.
+            inputs: content hashes of what it is made from.
+            work: fills the working folder and returns what the manifest should say.
+            drop: names in the folder that were only needed to resume.
+        """
+        path = self.folder / name
+        if is_current(path, name, make_key(name, settings, inputs)):
+            self.screen.say(f"{name}: up to date")
+            return open_artifact(path, name)
+        writer = ArtifactWriter(path, name, settings, inputs)
+        if writer.resumed:
+            self.screen.say(f"{name}: resuming")
+        started = time.monotonic()
+        about = work(writer)
+        artifact = writer.commit(about, drop=drop)
+        self.timings[name] = time.monotonic() - started
+        self.screen.say(f"{name}: done in {self.timings[name]:.1f} s")
+        return artifact

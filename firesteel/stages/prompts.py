@@ -1,0 +1,127 @@
+"""Stage `prompts`: from the recipe's sources to three files of prompts: train, validation, eval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
+from firesteel.errors import DataError
+from firesteel.prompts.conversation import Prompt, prompt_from_row
+from firesteel.prompts.dedupe import dedupe
+from firesteel.prompts.dropped import Dropped
+from firesteel.prompts.sources import BUILTIN_FOLDER, load_sources
+from firesteel.prompts.synthesis import accept_synthesized, synthesis_prefix
+from firesteel.prompts.template import answer_text, keep_fitting
+from firesteel.responses.generate import Ask, Sampling, generate_batch
+from firesteel.stages.line import Line
+
+NAME = "prompts"
+SPLITS = ("train", "validation", "eval")
+_SYNTHESIS = Sampling(max_new_tokens=160, temperature=1.0, top_p=0.95)
+
+
+def run(line: Line) -> Artifact:
+    """Read, check, synthesise, dedupe and split the prompts."""
+    recipe = line.recipe
+    settings = {"prompts": recipe.prompts.model_dump(), "seed": recipe.seed, "target": target_settings(line), "data": _source_hashes(line)}
+    return line.stage(NAME, settings, {}, lambda writer: _make(line, writer))
+
+
+def read_prompts(artifact: Artifact, split: str) -> list[Prompt]:
+    """The prompts of a split, in order."""
+    return [prompt_from_row(json.loads(text)) for text in (artifact / f"{split}.jsonl").read_text().splitlines()]
+
+
+def target_settings(line: Line) -> dict[str, Any]:
+    """What of the target's settings changes its output; the device and threads do not."""
+    return line.recipe.target.model_dump(include={"model", "revision", "dtype", "chat_template"})
+
+
+def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
+    settings = line.recipe.prompts
+    dropped, notes = Dropped(), Dropped()
+    loaded: dict[str, list[Prompt]] = {}
+    for split in ("train", "eval"):
+        found = load_sources(settings, split)  # type: ignore[arg-type]
+        loaded[split] = found.prompts
+        dropped.merge(found.dropped)
+        notes.merge(found.notes)
+    for number, source in enumerate(settings.sources):
+        if source.synthesize is not None:
+            loaded[source.split] += _synthesize(line, source.synthesize, source.domain or "synthesized", number, dropped)
+    tokenizer = line.target.tokenizer
+    fitting = {split: keep_fitting(tokenizer, rows, settings.max_tokens, dropped) for split, rows in loaded.items()}
+    unique = dedupe(fitting["train"], fitting["eval"], settings.near_duplicate)
+    dropped.merge(unique.dropped)
+    train, validation = _set_aside(unique.train, settings.validation)
+    rows = {"train": train, "validation": validation, "eval": unique.held_out}
+    for split in ("train", "validation", "eval"):
+        if not rows[split]:
+            raise DataError(
+                f"no {split} prompt is left of {sum(len(v) for v in loaded.values())} rows; dropped: {'; '.join(dropped.lines()) or 'none'}",
+                mend="give more rows in prompts.sources (split: train and split: eval), or raise prompts.max_tokens",
+            )
+        write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(p.to_row(), ensure_ascii=False) + "\n" for p in rows[split]))
+    for text in [*dropped.lines(), *notes.lines()]:
+        line.screen.say(f"prompts: {text}")
+    counts = {split: len(found) for split, found in rows.items()}
+    line.screen.say("prompts: " + ", ".join(f"{n} {split}" for split, n in counts.items()))
+    return {"prompts": counts, "dropped": dropped.to_dict(), "notes": notes.to_dict(), "domains": _domains(rows)}
+
+
+def _set_aside(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Every domain gives its evenly spaced share (at least one, if it has two) to validation."""
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    chosen: set[str] = set()
+    for members in by_domain.values():
+        count = min(max(1, round(share * len(members))), len(members) - 1)
+        chosen |= {members[(2 * i + 1) * len(members) // (2 * count)].key for i in range(count)}
+    return [p for p in prompts if p.key not in chosen], [p for p in prompts if p.key in chosen]
+
+
+def _synthesize(line: Line, count: int, domain: str, number: int, dropped: Dropped) -> list[Prompt]:
+    """Let the target continue its own empty user turn until `count` usable prompts are there (at most three times as many tries)."""
+    target, recipe = line.target, line.recipe
+    prefix = synthesis_prefix(target.tokenizer)
+    found: list[Prompt] = []
+    tried, size = 0, recipe.responses.batch_size
+    sampling = Sampling(_SYNTHESIS.max_new_tokens, _SYNTHESIS.temperature, _SYNTHESIS.top_p, seed=recipe.seed)
+    with line.screen.bar("synthesising prompts", count) as bar:
+        while len(found) < count and tried < 3 * count:
+            asks = [Ask(f"synthesis/{number}/{tried + i}", prefix) for i in range(min(size, 3 * count - tried))]
+            for answer in generate_batch(target.model, asks, sampling, target.spec.eos_ids):
+                tried += 1
+                if answer.finish_reason == "length":
+                    dropped.add("synthesized text too long", f"synthesized-{tried}")
+                    continue
+                made = accept_synthesized(answer_text(target.tokenizer, answer.token_ids, "stop"), number=tried, domain=domain)
+                if isinstance(made, str):
+                    dropped.add(made, f"synthesized-{tried}")
+                else:
+                    found.append(made)
+            bar.set(min(len(found), count))
+    return found[:count]
+
+
+def _source_hashes(line: Line) -> list[str]:
+    """Contents of the sources that are files here, so that a changed file makes the stage run again."""
+    hashes = []
+    for source in line.recipe.prompts.sources:
+        if source.path is not None and Path(source.path).expanduser().is_file():
+            hashes.append(hash_file(Path(source.path).expanduser()))
+        if source.builtin is not None:
+            hashes += [hash_file(p) for p in sorted(BUILTIN_FOLDER.glob("*.jsonl"))]
+    return hashes
+
+
+def _domains(rows: dict[str, list[Prompt]]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for split, prompts in rows.items():
+        for prompt in prompts:
+            counts.setdefault(prompt.domain, dict.fromkeys(SPLITS, 0))[split] += 1
+    return counts

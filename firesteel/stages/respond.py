@@ -1,0 +1,131 @@
+"""Stage `responses`: the target answers the prompts, turn by turn, in batches; finished answers survive a kill."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
+from firesteel.errors import DataError
+from firesteel.kernels.packed import pack_linears
+from firesteel.prompts.conversation import Message, Prompt
+from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
+from firesteel.responses.generate import Answer, Ask, Sampling, generate_batch
+from firesteel.stages import prompts as prompts_stage
+from firesteel.stages.line import Line
+from firesteel.target.local import load_target
+
+NAME = "responses"
+SPLITS = ("train", "validation")
+_WORK = "answers.jsonl"
+
+
+@dataclass
+class _Job:
+    prompt: Prompt
+    sample: int
+    key: str
+    turns: list[AnsweredTurn] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [t.message() for t in self.turns]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.turns) == len(self.prompt.slots)
+
+
+def run(line: Line) -> Artifact:
+    """Answer every training and validation prompt (held-out ones are answered while they are measured)."""
+    prompts = line.input("prompts")
+    settings = {"responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers"}), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
+    if line.recipe.responses.answers is not None:
+        file = find_answers_file(line.recipe.responses.answers)
+        settings["answers"] = hash_file(file) if file.is_file() else None
+    return line.stage(NAME, settings, {"prompts": prompts.manifest.content}, lambda writer: _make(line, writer, prompts), drop=(_WORK,))
+
+
+def read_responses(artifact: Artifact, split: str) -> list[Answered]:
+    """The answers of a split, in the order of its prompts."""
+    return list(read_answers(artifact / f"{split}.jsonl").values())
+
+
+def sampling_of(line: Line) -> Sampling:
+    """The recipe's sampling."""
+    r = line.recipe.responses
+    return Sampling(r.max_new_tokens, r.temperature, r.top_p, r.top_k, line.recipe.seed)
+
+
+def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, Any]:
+    recipe = line.recipe.responses
+    known = read_answers(writer / _WORK) if (writer / _WORK).is_file() else {}
+    if recipe.answers is not None:
+        known = {**read_answers(find_answers_file(recipe.answers)), **known}
+    fingerprint = line.target.spec.fingerprint
+    sampling = sampling_of(line)
+    said = {k: v for k, v in vars(sampling).items() if not (k == "seed" and sampling.temperature == 0)}
+    jobs: dict[str, list[_Job]] = {}
+    for split in SPLITS:
+        samples = recipe.samples if split == "train" else 1
+        jobs[split] = [_Job(p, s, answer_key(p, s, said, fingerprint)) for p in prompts_stage.read_prompts(prompts, split) for s in range(samples)]
+    missing = [j for split in SPLITS for j in jobs[split] if j.key not in known]
+    total = sum(map(len, jobs.values()))
+    if len(missing) < total:
+        line.screen.say(f"responses: {total - len(missing)} of {total} answers are on file")
+    if missing:
+        _answer(line, missing, sampling, known, writer / _WORK)
+    about: dict[str, Any] = {"target": line.target.spec.to_dict()}
+    for split in SPLITS:
+        answers = [known[j.key] for j in jobs[split]]
+        write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers))
+        about[split] = _summary(answers)
+        line.screen.say(f"responses: {split}: {_sentence(about[split])}")
+        if about[split]["tokens"] == 0:
+            raise DataError(f"all {len(answers)} answers of split {split} are empty", mend="check target.chat_template: the target ends its turn at once")
+    return about
+
+
+def _answer(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:
+    # A model of its own: packing its weights for speed makes it unfit for capture and training.
+    target = load_target(line.recipe.target)
+    size = line.recipe.responses.batch_size
+    pack_linears(target.model, rows=size)
+    made = 0
+    with line.screen.bar("answering", sum(len(j.prompt.slots) for j in jobs)) as bar:
+        turn = 0
+        while waiting := [j for j in jobs if not j.finished]:
+            asks = {id(j): encode_prompt(target.tokenizer, j.prompt.history(j.messages), j.prompt.tools, where=j.prompt.where) for j in waiting}
+            # Prompts of like length share a batch: little padding.
+            waiting.sort(key=lambda j: len(asks[id(j)]))
+            for at in range(0, len(waiting), size):
+                group = waiting[at : at + size]
+                answers = generate_batch(target.model, [Ask(f"{j.key}/{turn}", asks[id(j)]) for j in group], sampling, target.spec.eos_ids)
+                for job, answer in zip(group, answers, strict=True):
+                    job.turns.append(_turn(target.tokenizer, answer))
+                made += sum(len(a.token_ids) for a in answers)
+                finished = [Answered(j.key, j.prompt.key, j.sample, j.turns) for j in group if j.finished]
+                append_answers(work, finished)
+                known.update({a.key: a for a in finished})
+                bar.advance(len(group), f"{made} tokens")
+            turn += 1
+
+
+def _turn(tokenizer: Any, answer: Answer) -> AnsweredTurn:
+    reason = "stop" if answer.finish_reason == "stop" else "length"
+    return AnsweredTurn(answer.token_ids, answer_text(tokenizer, answer.token_ids, reason), reason)  # type: ignore[arg-type]
+
+
+def _summary(answers: Sequence[Answered]) -> dict[str, Any]:
+    turns = [t for a in answers for t in a.turns]
+    return {"answers": len(answers), "turns": len(turns), "tokens": sum(len(t.token_ids) for t in turns), "finish_reasons": dict(Counter(t.finish_reason for t in turns))}
+
+
+def _sentence(summary: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{n} {r}" for r, n in sorted(summary["finish_reasons"].items()))
+    return f"{summary['answers']} answers, {summary['tokens']} tokens, finish reasons: {reasons}"

@@ -1,0 +1,201 @@
+"""Stage `train`: the drafter learns; with `evaluate.compare`, others on the same data and budget beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
+from firesteel.batches.packing import BlockLayout
+from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
+from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.init import init_from_target
+from firesteel.errors import TrainingError
+from firesteel.hidden.stores import HiddenStore
+from firesteel.losses.weights import static_weights
+from firesteel.stages import extract
+from firesteel.stages import prompts as prompts_stage
+from firesteel.stages.extract import Listed
+from firesteel.stages.line import Line
+from firesteel.target.local import LocalTarget
+from firesteel.target.mask import pick_mask_token
+from firesteel.target.spec import weights_checksum
+from firesteel.training.checkpoint import BEST, STATE, load_best
+from firesteel.training.data import BatchSource, held_out_batches
+from firesteel.training.loop import TrainJob, run_validation, train
+from firesteel.training.tables import make_tables
+
+NAME = "train"
+_CONFIG, _VOCAB = "drafter.json", "vocab.json"
+
+
+def artifact_name(line: Line, algorithm: str) -> str:
+    """The headline drafter's artifact is `train`; others carry their name."""
+    return NAME if algorithm == line.recipe.drafter.algorithm else f"{NAME}-{algorithm}"
+
+
+def algorithms(line: Line) -> list[str]:
+    """The recipe's drafter first, then those to compare it with."""
+    first = line.recipe.drafter.algorithm
+    return [first, *(a for a in line.recipe.evaluate.compare if a != first)]
+
+
+def run(line: Line) -> list[Artifact]:
+    """Train every drafter that the recipe asks for."""
+    hidden = line.input("hidden")
+    return [_run_one(line, hidden, a) for a in algorithms(line)]
+
+
+@dataclass
+class Trained:
+    """A finished training run: configuration, vocabulary and a drafter with the best weights."""
+
+    config: DraftConfig
+    vocab: DraftVocab | None
+    drafter: BlockDrafter
+    summary: dict[str, Any]
+
+
+def load_trained(line: Line, algorithm: str, artifact: Artifact | None = None) -> Trained:
+    """Open a committed training artifact."""
+    artifact = artifact or line.input(artifact_name(line, algorithm))
+    data = json.loads((artifact / _CONFIG).read_text())
+    config = DraftConfig(**{**data, "layer_ids": tuple(data["layer_ids"]), "layer_types": tuple(data["layer_types"])})
+    ids = json.loads((artifact / _VOCAB).read_text())
+    vocab = None if ids is None else DraftVocab(torch.tensor(ids), config.vocab_size)
+    drafter = BlockDrafter(config)
+    drafter.load_state_dict(load_best(artifact.path))
+    return Trained(config, vocab, drafter.eval(), artifact.manifest.about)
+
+
+def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | None, hidden: Artifact, on_step: Any, *, tokens: int) -> TrainJob:
+    """A training job over the stored states; `tokens` bounds the held-out documents."""
+    recipe, store = line.recipe, extract.open_store(line, hidden)
+    layout = BlockLayout(config.block_size, config.sample_from_anchor, _slot_weights(line, config), vocab)
+    listed = extract.read_index(hidden, "train")
+    source = BatchSource(
+        store, [d.key for d in listed], [d.tokens for d in listed], layout, batch_tokens=recipe.train.batch_tokens, anchors=recipe.train.anchors, seed=recipe.seed
+    )
+    held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
+    torch.manual_seed(recipe.seed)
+    drafter = BlockDrafter(config).to(line.target.device)
+    if recipe.drafter.init == "target":
+        init_from_target(drafter, target_layers(line.target, config.num_layers), line.target.head.norm.weight)
+    return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, on_step)
+
+
+def take(listed: list[Listed], tokens: int) -> list[Listed]:
+    """Documents from all domains in turn until they hold `tokens` tokens (at least one)."""
+    by_domain: dict[str, list[Listed]] = {}
+    for d in listed:
+        by_domain.setdefault(d.domain, []).append(d)
+    turns = [[members[i] for members in by_domain.values() if i < len(members)] for i in range(max(map(len, by_domain.values())))]
+    chosen: list[Listed] = []
+    for d in (d for turn in turns for d in turn):
+        if chosen and sum(c.tokens for c in chosen) + d.tokens > tokens:
+            break
+        chosen.append(d)
+    return chosen
+
+
+def target_layers(target: LocalTarget, count: int) -> list[dict[str, torch.Tensor]]:
+    """State dicts of the target's last `count` decoder layers."""
+    return [dict(layer.state_dict()) for layer in target.layers[-count:]]
+
+
+def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
+    recipe = line.recipe
+    settings = {
+        "drafter": {**recipe.drafter.model_dump(), "algorithm": algorithm},
+        "loss": recipe.loss.model_dump(),
+        "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile"}),
+        "seed": recipe.seed,
+        "target": prompts_stage.target_settings(line),
+    }
+    name = artifact_name(line, algorithm)
+    return line.stage(name, settings, {"hidden": hidden.manifest.content}, lambda writer: _make(line, writer, hidden, algorithm), drop=(STATE,))
+
+
+def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) -> dict[str, Any]:
+    recipe, target = line.recipe, line.target
+    vocab = draft_vocab(line, hidden)
+    spec = target.spec
+    facts = TargetFacts(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_theta=spec.rope_theta,
+        rope_scaling=spec.rope_scaling,
+        max_position_embeddings=spec.max_position_embeddings,
+        hidden_act=spec.hidden_act,
+        num_layers=spec.num_layers,
+    )
+    settings = recipe.drafter.model_copy(update={"algorithm": algorithm})
+    mask = settings.mask_token_id if settings.mask_token_id is not None else pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
+    config = make_config(settings, facts, line.layer_ids, mask)
+    frozen = weights_checksum(target.model)
+    with line.screen.bar(f"training {algorithm}", 1.0) as bar:
+
+        def on_step(values: dict[str, Any]) -> None:
+            if "validation" in values:
+                line.screen.say(f"{algorithm}: step {values['step']}: validation acceptance length {values['validation']:.3f} (best {values['best']:.3f})")
+            else:
+                bar.set(values["done"], f"step {values['step']} loss {values['loss']:.3f} best {values['best']:.2f}")
+
+        job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens)
+        count = sum(p.numel() for p in job.drafter.parameters())
+        line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
+        result = train(job)
+    if weights_checksum(target.model) != frozen:
+        raise TrainingError("the target's weights changed while the drafter was trained", mend="this is a bug of Firesteel: please report it with the recipe")
+    job.drafter.load_state_dict(load_best(writer.path))
+    best = run_validation(job)
+    write_atomic(writer / _CONFIG, json.dumps(config.to_dict()))
+    write_atomic(writer / _VOCAB, json.dumps(None if vocab is None else vocab.target_ids.tolist()))
+    assert (writer / BEST).is_file(), "a finished run has validated at least once"
+    return {
+        "algorithm": algorithm,
+        "parameters": count,
+        "steps": result.progress.step,
+        "epochs": job.source.epoch_of(result.progress.batch),
+        "train_seconds": result.progress.seconds,
+        "skipped_steps": result.progress.skipped,
+        "stopped_by": result.stopped_by,
+        "best_step": result.progress.best_step,
+        "acceptance_length": best.acceptance_length,
+        "expected_length": best.expected_length,
+        "conditional": best.conditional,
+        "validation_documents": [d.key for d in take(extract.read_index(hidden, "validation"), recipe.train.validation_tokens)],
+        "documents": len(job.source.keys),
+        "tokens": sum(job.source.lengths),
+        "coverage": None if vocab is None else vocab.coverage(_counts(line, hidden)),
+        "target": target.spec.to_dict(),
+    }
+
+
+def draft_vocab(line: Line, hidden: Artifact) -> DraftVocab | None:
+    """The recipe's reduced vocabulary, ranked by the supervised tokens of the training documents."""
+    size = line.recipe.drafter.draft_vocab_size
+    if size is None or size == line.target.spec.vocab_size:
+        return None
+    return build_vocab(_counts(line, hidden), size, line.target.spec.eos_ids)
+
+
+def _counts(line: Line, hidden: Artifact) -> torch.Tensor:
+    store: HiddenStore = extract.open_store(line, hidden)
+    samples = (store.get(d.key) for d in extract.read_index(hidden, "train"))
+    return count_supervised(((s.token_ids, s.loss_mask) for s in samples), line.target.spec.vocab_size)
+
+
+def _slot_weights(line: Line, config: DraftConfig) -> torch.Tensor:
+    loss = line.recipe.loss
+    return static_weights("uniform" if loss.position_weights == "dpace" else loss.position_weights, config.block_size, config.sample_from_anchor, loss.decay)

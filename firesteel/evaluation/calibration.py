@@ -59,7 +59,8 @@ def fit_temperatures(logits: Floats, survived: Bools, mask: Bools, *, bins: int)
 
     The calibration error alone cannot tell good temperatures from predictions that have collapsed to the base rate, and with few
     rounds its minimum is noise. So of all temperatures whose error is within sampling noise of the smallest (and not above that
-    of T = 1) the likeliest is taken. A position without rounds keeps 1.
+    of T = 1) the likeliest is taken, under a weak prior, log T ~ N(0, 1), that matters only at positions few rounds reach.
+    A position without rounds keeps 1.
 
     Args:
         logits: `[R, g]` confidence logits.
@@ -208,8 +209,8 @@ def _best_temperature(prefix: Floats, logits: Floats, survived: Bools, bins: int
     # A perfectly calibrated forecaster has, in a bin, a gap of standard deviation sqrt(sum p (1 - p)) / n, and E|gap| = sd * sqrt(2 / pi).
     noise = np.sqrt(2 / np.pi * np.bincount(index[least], weights=p * (1 - p))).sum() / p.size
     allowed = np.flatnonzero(errors <= min(errors[least] + noise, errors[_ONE]))
-    likelihoods = [_log_likelihood(predictions[i], survived) for i in allowed]
-    return float(TEMPERATURE_GRID[allowed[int(np.argmax(likelihoods))]])
+    scores = [_log_likelihood(predictions[i], survived) - np.log(TEMPERATURE_GRID[i]) ** 2 / 2 for i in allowed]
+    return float(TEMPERATURE_GRID[allowed[int(np.argmax(scores))]])
 
 
 def _log_likelihood(predicted: Floats, outcome: Bools) -> float:

@@ -51,7 +51,7 @@ def render_plots(data: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
             if figure is not None:
                 out = io.BytesIO()
                 # No software or date in the file: equal reports give equal bytes.
-                figure.savefig(out, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+                figure.savefig(out, format="png", dpi=DPI, metadata={"Software": None})
                 drawn[name] = out.getvalue()
     return drawn
 
@@ -75,9 +75,7 @@ def _positions(report: Report, theme: Theme) -> Figure | None:
         style = {"color": theme.series[i % 4], "marker": _MARKERS[i % 4], "clip_on": False, "zorder": 3}
         prefix, step = positions.unconditional, [p for p in positions.conditional if p.rate is not None]
         axes.plot([p.position for p in prefix], [p.rate for p in prefix], label=f"{name}: whole prefix", linestyle="-", **style)
-        axes.plot(
-            [p.position for p in step], [p.rate for p in step], label=f"{name}: given the one before", linestyle=":", markerfacecolor=theme.paper, **style
-        )
+        axes.plot([p.position for p in step], [p.rate for p in step], label=f"{name}: given the last", linestyle=":", markerfacecolor=theme.paper, **style)
     axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1))
     axes.set_xticks(range(1, max(len(p.unconditional) for p in drafters.values()) + 1))
     _percent(axes.yaxis)
@@ -179,7 +177,7 @@ def _speed_by_length(report: Report, theme: Theme) -> Figure | None:
             if s.interval is not None:
                 axes.plot([s.draft_length] * 2, s.interval, color=color, linewidth=1.4, alpha=0.55)
     axes.set_xticks(sorted({s.draft_length for speeds in drafters.values() for s in speeds}))
-    axes.set(xlabel="drafted tokens per round", ylabel="decoding speed-up (95% interval)")
+    axes.set(xlabel="drafted tokens per round", ylabel="speed-up (95% interval)")
     _factor(axes.yaxis)
     _legend(axes, columns=3)
     return figure

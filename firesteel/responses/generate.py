@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+
+from firesteel.target.batch import BatchSession
 
 _COMPACT_SHARE = 0.75  # rows leave the cache when fewer than this share of it still write
 
@@ -43,34 +43,21 @@ class Sampling:
 
 class _Row:
     def __init__(self, index: int, ask: Ask, sampling: Sampling) -> None:
-        self.index, self.tokens = index, [0][:0]
+        self.index = index
+        self.tokens: list[int] = []
         digest = hashlib.sha256(f"{sampling.seed}/{ask.name}".encode()).digest()
         # A generator of its own: the answer does not depend on which other prompts share the batch.
         self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-@torch.inference_mode()
-def generate_batch(
-    model: Any, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int], on_tokens: Callable[[int], None] | None = None
-) -> list[Answer]:
-    """Answer every prompt of one batch.
-
-    Args:
-        on_tokens: called with the number of tokens made at each step.
-    """
-    device, ends = model.device, set(eos_ids)
+def generate_batch(session: BatchSession, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int]) -> list[Answer]:
+    """Answer every prompt of one batch."""
+    ends = set(eos_ids)
     rows = [_Row(i, ask, sampling) for i, ask in enumerate(asks)]
     answers: list[Answer | None] = [None] * len(asks)
-    ids, mask = _left_pad([a.token_ids for a in asks], device)
-    cache = DynamicCache(config=model.config.get_text_config())
-    live = rows
-    while live:
-        out = model(
-            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :], past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        chosen = choose(out.logits[:, -1].float(), sampling, [r.generator for r in rows])
-        if on_tokens is not None:
-            on_tokens(len(live))
+    logits = session.start([a.token_ids for a in asks], sampling.max_new_tokens)
+    while True:
+        chosen = choose(logits, sampling, [r.generator for r in rows])
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if answers[row.index] is not None:
                 continue
@@ -79,14 +66,14 @@ def generate_batch(
                 answers[row.index] = Answer(row.tokens, "stop")
             elif len(row.tokens) == sampling.max_new_tokens:
                 answers[row.index] = Answer(row.tokens, "length")
-        live = [r for r in rows if answers[r.index] is None]
-        ids = chosen[:, None]
-        if live and len(live) <= _COMPACT_SHARE * len(rows):
-            keep = torch.tensor([i for i, r in enumerate(rows) if answers[r.index] is None], device=device)
-            cache.batch_select_indices(keep)
-            ids, mask, rows = ids[keep], mask[keep], live
-        mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
-    return [a for a in answers if a is not None]
+        live = [i for i, r in enumerate(rows) if answers[r.index] is None]
+        if not live:
+            return [a for a in answers if a is not None]
+        if len(live) <= _COMPACT_SHARE * len(rows):
+            keep = torch.tensor(live)
+            session.keep(keep)
+            chosen, rows = chosen[keep.to(chosen.device)], [rows[i] for i in live]
+        logits = session.step(chosen)
 
 
 def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
@@ -105,13 +92,3 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
     picks = [torch.multinomial(p.cpu(), 1, generator=g) for p, g in zip(probs, generators, strict=True)]
     return torch.cat(picks).to(logits.device)
-
-
-def _left_pad(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(len(r) for r in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids.to(device), mask.to(device)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
 from firesteel.recipe import Recipe
 from firesteel.target.local import LocalTarget, load_target
+from firesteel.target.session import TargetSession
 
 
 class Bar(Protocol):
@@ -40,6 +41,7 @@ class Line:
     recipe: Recipe
     screen: Screen
     timings: dict[str, float] = field(default_factory=dict)
+    _session: TargetSession | None = None
 
     @property
     def folder(self) -> Path:
@@ -55,6 +57,12 @@ class Line:
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
         return self.target.layer_ids(self.recipe.target.layer_ids)
+
+    def decoding_session(self, layer_ids: tuple[int, ...], length: int) -> TargetSession:
+        """A decoding session of the target; drafters with the same layers share it, so that its packed weights exist once."""
+        if self._session is None or self._session.layer_ids != layer_ids or self._session.max_length < length:
+            self._session = TargetSession(self.target.model, layer_ids, max_length=length)
+        return self._session
 
     def input(self, name: str) -> Artifact:
         """An earlier stage's artifact, verified."""

@@ -17,6 +17,7 @@ from firesteel.prompts.synthesis import accept_synthesized, synthesis_prefix
 from firesteel.prompts.template import answer_text, keep_fitting
 from firesteel.responses.generate import Ask, Sampling, generate_batch
 from firesteel.stages.line import Line
+from firesteel.target.batch import make_batch_session
 
 NAME = "prompts"
 SPLITS = ("train", "validation", "eval")
@@ -88,13 +89,14 @@ def _synthesize(line: Line, count: int, domain: str, number: int, dropped: Dropp
     """Let the target continue its own empty user turn until `count` usable prompts are there (at most three times as many tries)."""
     target, recipe = line.target, line.recipe
     prefix = synthesis_prefix(target.tokenizer)
+    session = make_batch_session(target.model)
     found: list[Prompt] = []
     tried, size = 0, recipe.responses.batch_size
     sampling = Sampling(_SYNTHESIS.max_new_tokens, _SYNTHESIS.temperature, _SYNTHESIS.top_p, seed=recipe.seed)
     with line.screen.bar("synthesising prompts", count) as bar:
         while len(found) < count and tried < 3 * count:
             asks = [Ask(f"synthesis/{number}/{tried + i}", prefix) for i in range(min(size, 3 * count - tried))]
-            for answer in generate_batch(target.model, asks, sampling, target.spec.eos_ids):
+            for answer in generate_batch(session, asks, sampling, target.spec.eos_ids):
                 tried += 1
                 if answer.finish_reason == "length":
                     dropped.add("synthesized text too long", f"synthesized-{tried}")

@@ -11,14 +11,13 @@ from typing import Any
 
 from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
 from firesteel.errors import DataError
-from firesteel.kernels.packed import pack_linears
 from firesteel.prompts.conversation import Message, Prompt
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
 from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
 from firesteel.responses.generate import Answer, Ask, Sampling, generate_batch
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Line
-from firesteel.target.local import load_target
+from firesteel.target.batch import make_batch_session
 
 NAME = "responses"
 SPLITS = ("train", "validation")
@@ -92,10 +91,8 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
 
 
 def _answer(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:
-    # A model of its own: packing its weights for speed makes it unfit for capture and training.
-    target = load_target(line.recipe.target)
-    size = line.recipe.responses.batch_size
-    pack_linears(target.model, rows=size)
+    target, size = line.target, line.recipe.responses.batch_size
+    session = make_batch_session(target.model)
     made = 0
     with line.screen.bar("answering", sum(len(j.prompt.slots) for j in jobs)) as bar:
         turn = 0
@@ -105,7 +102,7 @@ def _answer(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, A
             waiting.sort(key=lambda j: len(asks[id(j)]))
             for at in range(0, len(waiting), size):
                 group = waiting[at : at + size]
-                answers = generate_batch(target.model, [Ask(f"{j.key}/{turn}", asks[id(j)]) for j in group], sampling, target.spec.eos_ids)
+                answers = generate_batch(session, [Ask(f"{j.key}/{turn}", asks[id(j)]) for j in group], sampling, target.spec.eos_ids)
                 for job, answer in zip(group, answers, strict=True):
                     job.turns.append(_turn(target.tokenizer, answer))
                 made += sum(len(a.token_ids) for a in answers)

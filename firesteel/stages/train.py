@@ -17,7 +17,7 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
 from firesteel.errors import TrainingError
 from firesteel.hidden.stores import HiddenStore
-from firesteel.losses.weights import static_weights
+from firesteel.losses.weights import exponential_weights, uniform_weights
 from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.extract import Listed
@@ -174,6 +174,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         "acceptance_length": best.acceptance_length,
         "expected_length": best.expected_length,
         "conditional": best.conditional,
+        "validation_rounds": best.rounds,
+        "validation_accepted": best.accepted,
         "validation_documents": [d.key for d in take(extract.read_index(hidden, "validation"), recipe.train.validation_tokens)],
         "documents": len(job.source.keys),
         "tokens": sum(job.source.lengths),
@@ -198,4 +200,7 @@ def _counts(line: Line, hidden: Artifact) -> torch.Tensor:
 
 def _slot_weights(line: Line, config: DraftConfig) -> torch.Tensor:
     loss = line.recipe.loss
-    return static_weights("uniform" if loss.position_weights == "dpace" else loss.position_weights, config.block_size, config.sample_from_anchor, loss.decay)
+    if loss.position_weights == "exponential":
+        return exponential_weights(config.block_size, config.sample_from_anchor, loss.decay)
+    # D-PACE multiplies its own weights in, batch by batch.
+    return uniform_weights(config.block_size, config.sample_from_anchor)

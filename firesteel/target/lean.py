@@ -30,13 +30,14 @@ _PACK_ROWS = 8
 
 
 @dataclass
-class _Packed:
+class Packed:
     """A linear layer with its weight in oneDNN's own blocked layout."""
 
     weight: Tensor
     bias: Tensor | None
 
     def plain(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`; below with SiLU, a product or a sum in the same kernel."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def silu(self, x: Tensor) -> Tensor:
@@ -53,15 +54,15 @@ class _Packed:
 class _Layer:
     input_norm: Tensor
     input_eps: float
-    qkv: _Packed
+    qkv: Packed
     qk_norm: tuple[Tensor, float] | None  # [H + Hkv, D] weights of q and k norms, permuted as the rows of qkv are
     scale: float
-    out: _Packed
+    out: Packed
     mlp_norm: Tensor
     mlp_eps: float
-    gate: _Packed
-    up: _Packed
-    down: _Packed
+    gate: Packed
+    up: Packed
+    down: Packed
     keys: Tensor  # [Hkv, max_length, D]
     values: Tensor
 
@@ -117,7 +118,8 @@ class LeanDecoder:
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int], max_length: int) -> None:
-        inner, norm = decoder(model), final_norm(model)
+        inner = decoder(model)
+        norm: Any = final_norm(model)
         first = inner.layers[0].self_attn
         self.layer_ids = tuple(layer_ids)
         self.dim = int(first.head_dim)
@@ -126,7 +128,7 @@ class LeanDecoder:
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.norm, self.eps = norm.weight.detach(), _epsilon(norm)
         head = model.get_output_embeddings()
-        self.head = _pack(head.weight, head.bias)
+        self.head = pack(head.weight, head.bias)
         # Rotation of the first and second half of a head in pairs, as a complex product: [max_length, D/2].
         cos, sin = inner.rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
         if cos.shape[-1] != self.dim:
@@ -195,23 +197,24 @@ class LeanDecoder:
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
             input_eps=_epsilon(layer.input_layernorm),
-            qkv=_pack(weight, bias),
+            qkv=pack(weight, bias),
             qk_norm=qk_norm,
             scale=float(attention.scaling),
-            out=_pack(attention.o_proj.weight, attention.o_proj.bias),
+            out=pack(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             mlp_eps=_epsilon(layer.post_attention_layernorm),
-            gate=_pack(mlp.gate_proj.weight, mlp.gate_proj.bias),
-            up=_pack(mlp.up_proj.weight, mlp.up_proj.bias),
-            down=_pack(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate=pack(mlp.gate_proj.weight, mlp.gate_proj.bias),
+            up=pack(mlp.up_proj.weight, mlp.up_proj.bias),
+            down=pack(mlp.down_proj.weight, mlp.down_proj.bias),
             keys=torch.zeros(self.kv_heads, max_length, self.dim),
             values=torch.zeros(self.kv_heads, max_length, self.dim),
         )
 
 
-def _pack(weight: Tensor, bias: Tensor | None) -> _Packed:
+def pack(weight: Tensor, bias: Tensor | None) -> Packed:
+    """Copy a `[out, in]` float32 weight into oneDNN's layout for few rows."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-    return _Packed(packed, None if bias is None else bias.detach())
+    return Packed(packed, None if bias is None else bias.detach())
 
 
 def _epsilon(norm: Any) -> float:

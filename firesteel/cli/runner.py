@@ -1,0 +1,64 @@
+"""Runs verbs: builds the line, walks the stages. Loaded only when a verb runs, because it brings PyTorch."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from firesteel.cli.screen import ConsoleScreen
+from firesteel.errors import RecipeError
+from firesteel.recipe import Recipe, recipe_from_dict
+from firesteel.stages import calibrate, check, evaluate, extract, package, prompts, respond, train
+from firesteel.stages.generate import generate_once
+from firesteel.stages.line import Line
+
+# The whole system in one list; `run` walks it.
+LINE: list[tuple[str, Callable[[Line], Any]]] = [
+    ("prompts", prompts.run),
+    ("respond", respond.run),
+    ("extract", extract.run),
+    ("train", train.run),
+    ("calibrate", calibrate.run),
+    ("package", package.run),
+    ("evaluate", evaluate.run),
+]
+
+
+def run_verb(verb: str, recipe: Recipe) -> None:
+    """Run one verb of the command line."""
+    _quiet()
+    line = Line(recipe, ConsoleScreen())
+    verbs: dict[str, Callable[[Line], Any]] = {**dict(LINE), "run": run_line, "check": check.run, "report": evaluate.show}
+    if verb not in verbs:
+        raise RecipeError(f"there is no verb {verb!r}", mend=f"verbs: {', '.join(verbs)}")
+    verbs[verb](line)
+
+
+def run_line(line: Line) -> None:
+    """Walk all stages; what is done is skipped, what was interrupted is resumed."""
+    started = time.monotonic()
+    for _, stage in LINE:
+        stage(line)
+    line.screen.say(f"whole line: {time.monotonic() - started:.0f} s")
+    evaluate.show(line)
+
+
+def generate(folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+    """One prompt through a packaged drafter."""
+    _quiet()
+    recipe = recipe_from_dict({"name": "generate", "seed": seed, "target": {"model": target}, "train": {"max_steps": 1}})
+    generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature)
+
+
+def _quiet() -> None:
+    """Libraries' progress bars and notices would drown ours."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
+    torch.set_float32_matmul_precision("highest")

@@ -1,0 +1,152 @@
+"""Fast float32 products on CPU: the faster of ATen's BLAS and oneDNN, found out by a short probe.
+
+ATen multiplies float32 with MKL, which on processors without AVX-512 (and on AMD in particular) multiplies by a transposed
+matrix at half the speed of oneDNN or worse, above all when one side is a vocabulary. oneDNN is reachable as the fused linear
+operator that Inductor uses. Neither wins everywhere, so each class of shapes is timed once per process on a slice of the real
+operands (some milliseconds), and the winner is kept: the same inputs give the same bits for the life of the process.
+`FIRESTEEL_MATMUL=torch` or `=onednn` pins the choice where bits must also agree between processes.
+
+Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes the plain torch product.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from firesteel.errors import RecipeError
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+SMALLEST = 1 << 18  # multiply-adds below which the dispatch itself would dominate
+PROBE_WORK = 1 << 27  # multiply-adds of one probe run: about 3 ms at 100 GFLOP/s
+PROBE_ROUNDS = 3
+MARGIN = 1.08  # oneDNN must win by this factor, so that noise rarely changes the choice
+
+_chosen: dict[tuple[str, int, int, int, int], str] = {}
+
+
+def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None) -> Tensor:
+    """`a [n, k] @ b [m, k].T (+ add [n, m])` -> `[n, m]`, outside autograd. `add` may be overwritten; use the result instead."""
+    with torch.no_grad():
+        if _backend("nt", a, b, a.shape[0], a.shape[1], b.shape[0]) == "onednn":
+            return _onednn_nt(a, b) if add is None else torch.ops.mkldnn._linear_pointwise.binary(a, add, b, None, "add")
+        return a @ b.T if add is None else add.addmm_(a, b.T)
+
+
+def matmul_nn(a: Tensor, b: Tensor) -> Tensor:
+    """`a [n, k] @ b [k, m]` -> `[n, m]`, outside autograd."""
+    with torch.no_grad():
+        return _onednn_nn(a, b) if _backend("nn", a, b, a.shape[0], a.shape[1], b.shape[1]) == "onednn" else a @ b
+
+
+def matmul_tn(a: Tensor, b: Tensor, *, accumulate: Tensor | None = None) -> Tensor:
+    """`a [k, n].T @ b [k, m]` -> `[n, m]`, outside autograd; added to `accumulate` in place where given.
+
+    Always ATen: oneDNN's operator would first copy `a` transposed, which costs as much as it wins.
+    """
+    with torch.no_grad():
+        return a.T @ b if accumulate is None else accumulate.addmm_(a.T, b)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [..., k] @ weight [m, k].T` -> `[..., m]` with gradients for both; as `torch.nn.functional.linear` without bias."""
+    if not _plain_float32(x, weight) or x.numel() == 0 or weight.numel() == 0:
+        return F.linear(x, weight)
+    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return matmul_nt(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad = grad.contiguous()
+        return matmul_nn(grad, weight) if needs_x else None, matmul_tn(grad, x) if needs_weight else None
+
+
+def choices() -> dict[tuple[str, int, int, int, int], str]:
+    """What was decided so far: (form, log2 n, log2 k, log2 m, threads) -> `torch` or `onednn`."""
+    return dict(_chosen)
+
+
+def _backend(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
+    """`torch` or `onednn` for a product of n x k x m; probes a class of shapes when it is first seen."""
+    if n * k * m < SMALLEST or not _plain_float32(a, b) or not (_rows_or_columns(a) and _rows_or_columns(b)):
+        return "torch"
+    pinned = os.environ.get("FIRESTEEL_MATMUL", "auto")
+    if pinned != "auto":
+        if pinned not in ("torch", "onednn"):
+            raise RecipeError(f"FIRESTEEL_MATMUL={pinned} is neither auto, torch nor onednn", mend="unset FIRESTEEL_MATMUL")
+        return pinned if _has_onednn() else "torch"
+    key = (form, n.bit_length(), k.bit_length(), m.bit_length(), torch.get_num_threads())
+    if key not in _chosen:
+        _chosen[key] = _probe(form, a, b, n, k, m) if _has_onednn() else "torch"
+    return _chosen[key]
+
+
+def _probe(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
+    """Time both backends in alternation on slices of the operands that keep their layout; the best of each counts."""
+    n = min(n, 256)
+    if form == "nt":
+        k = min(k, 1024)
+        m = max(1, min(m, PROBE_WORK // (n * k)))
+    else:
+        m = min(m, 1024)
+        k = max(1, min(k, PROBE_WORK // (n * m)))
+    a, b = a[:n, :k], b[:m, :k] if form == "nt" else b[:k, :m]
+    runs: dict[str, Product] = {"torch": _torch_nt, "onednn": _onednn_nt} if form == "nt" else {"torch": torch.mm, "onednn": _onednn_nn}
+    # slices of the rows keep strides, but oneDNN's operator would copy a strided left side: give both a dense one
+    a, best = a.contiguous(), dict.fromkeys(runs, float("inf"))
+    for turn in range(PROBE_ROUNDS + 1):
+        for name, product in runs.items():
+            start = time.perf_counter()
+            product(a, b)
+            if turn:  # the first turn builds primitives and touches memory
+                best[name] = min(best[name], time.perf_counter() - start)
+    return "onednn" if best["onednn"] * MARGIN < best["torch"] else "torch"
+
+
+def _torch_nt(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.T
+
+
+def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
+def _onednn_nn(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+
+
+def _rows_or_columns(x: Tensor) -> bool:
+    return x.is_contiguous() or x.T.is_contiguous()
+
+
+def _plain_float32(a: Tensor, b: Tensor) -> bool:
+    plain = (Tensor, torch.nn.Parameter)
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and type(a) in plain
+        and type(b) in plain
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

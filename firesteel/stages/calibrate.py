@@ -1,0 +1,68 @@
+"""Stage `calibrate`: sequential temperature scaling of the confidence head on held-out rounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
+from firesteel.evaluation.calibration import fit_temperatures, measure_calibration
+from firesteel.stages import extract
+from firesteel.stages.line import Line
+from firesteel.stages.train import load_trained, make_job, take
+from firesteel.training.data import held_out_batches
+from firesteel.training.loop import run_validation
+
+NAME = "calibrate"
+_FILE = "calibration.json"
+
+
+def run(line: Line) -> Artifact:
+    """Fit one temperature per drafted position; a drafter without a confidence head has none to fit."""
+    hidden, trained = line.input("hidden"), line.input("train")
+    settings = {"calibrate": line.recipe.calibrate.model_dump()}
+    return line.stage(NAME, settings, {"hidden": hidden.manifest.content, "train": trained.manifest.content}, lambda w: _make(line, w, hidden, trained))
+
+
+def read_calibration(artifact: Artifact) -> dict[str, Any] | None:
+    """Temperatures and measurement, or None where the drafter has no confidence head."""
+    return json.loads((artifact / _FILE).read_text())
+
+
+def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifact) -> dict[str, Any]:
+    settings = line.recipe.calibrate
+    trained = load_trained(line, line.recipe.drafter.algorithm, artifact)
+    if not trained.config.confidence_head:
+        write_atomic(writer / _FILE, "null")
+        line.screen.say("calibrate: this drafter has no confidence head, nothing to do")
+        return {"temperatures": None}
+    job = make_job(line, writer.path, trained.config, trained.vocab, hidden, lambda values: None, tokens=1)
+    job.drafter = trained.drafter.to(line.target.device)
+    listed = take(extract.read_index(hidden, "validation"), settings.tokens)
+    # Every second document fits, the others judge: figures on the rounds that were fitted on would flatter.
+    parts = []
+    for half in (listed[0::2], listed[1::2] or listed[0::2]):
+        job.held_out = held_out_batches(job.source.store, [d.key for d in half], job.source.layout, batch_tokens=line.recipe.train.batch_tokens)
+        found = run_validation(job, keep_blocks=True)
+        assert found.confidence_logits is not None and found.survived is not None and found.valid is not None, "a confidence head gives logits"
+        parts.append(_arrays(found.confidence_logits, found.survived, found.valid))
+    temperatures = fit_temperatures(*parts[0], bins=settings.bins)
+    measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=f"{len(listed[1::2])} validation documents that were not fitted on")
+    write_atomic(writer / _FILE, json.dumps({"temperatures": temperatures, "measured": measured.model_dump(mode="json")}))
+    line.screen.say(f"calibrate: temperatures {[round(t, 2) for t in temperatures]}, ECE {_show(measured.ece_before)} -> {_show(measured.ece_after)}, AUC {_show(measured.auc_after)}")
+    return {"temperatures": temperatures}
+
+
+def _arrays(logits: Tensor, survived: Tensor, valid: Tensor) -> tuple[Any, Any, Any]:
+    """Tensors `[R, g]` -> arrays; only blocks that are valid to their end count as held-out rounds."""
+    whole = valid.all(1)
+    rows = whole if bool(whole.any()) else torch.ones_like(whole)
+    return logits[rows].double().cpu().numpy(), survived[rows].cpu().numpy().astype(np.bool_), valid[rows].cpu().numpy().astype(np.bool_)
+
+
+def _show(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"

@@ -1,0 +1,281 @@
+"""Stage `evaluate`: acceptance and speed on held-out prompts, and the report.
+
+Everything runs from the exported folder, loaded anew. Answers that were measured are appended as they come, so that a killed
+evaluation goes on where it was. Speed is measured against plain decoding by the same engine, prompt by prompt in alternation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firesteel.artifact import Artifact, ArtifactWriter, package_versions
+from firesteel.batches.anchors import seeded
+from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
+from firesteel.decoding.lengths import StepCosts, best_length, measure_costs
+from firesteel.errors import DataError
+from firesteel.evaluation.acceptance import position_rates
+from firesteel.evaluation.html import write_report
+from firesteel.evaluation.machine import machine_facts
+from firesteel.evaluation.records import PLAIN, RequestRecord, RoundRecord, SpeedRecord, request_from_json, speed_from_json
+from firesteel.evaluation.report import build_report, headline, read_report
+from firesteel.evaluation.schema import Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
+from firesteel.prompts.conversation import Prompt
+from firesteel.prompts.sources import load_file
+from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.stages import prompts as prompts_stage
+from firesteel.stages import train as train_stage
+from firesteel.stages.calibrate import read_calibration
+from firesteel.stages.line import Line
+from firesteel.stages.runtime import Runtime, open_package, open_trained
+from firesteel.training.metrics import read_metrics
+
+NAME = "evaluate"
+_REQUESTS, _SPEEDS, _MAIN = "requests.jsonl", "speeds.jsonl", ""
+_ALL_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 15)
+_COST_REPEATS = 9
+
+
+def run(line: Line) -> Artifact:
+    """Measure and report; `report.json` and `report.html` are also copied to the run's folder."""
+    package, calibration, prompts = line.input("package"), line.input("calibrate"), line.input("prompts")
+    others = {name: line.input(train_stage.artifact_name(line, name)) for name in train_stage.algorithms(line)[1:]}
+    inputs = {"package": package.manifest.content, "calibrate": calibration.manifest.content, "prompts": prompts.manifest.content}
+    inputs |= {name: artifact.manifest.content for name, artifact in others.items()}
+    settings = {"evaluate": line.recipe.evaluate.model_dump(), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
+    artifact = line.stage(NAME, settings, inputs, lambda writer: _Evaluation(line, writer).run(package, calibration, prompts))
+    for name in ("report.json", "report.html"):
+        shutil.copyfile(artifact / name, line.folder / name)
+    return artifact
+
+
+def show(line: Line) -> None:
+    """Print the headline of the report and where it lies."""
+    data = read_report(line.folder / "report.json")
+    line.screen.say(headline(data))
+    line.screen.say(f"report: {line.folder / 'report.html'}   numbers: {line.folder / 'report.json'}   checkpoint: {line.folder / 'package'}")
+
+
+class _Evaluation:
+    def __init__(self, line: Line, writer: ArtifactWriter) -> None:
+        self.line, self.writer, self.settings = line, writer, line.recipe.evaluate
+        self.eos = line.target.spec.eos_ids
+        self.started = time.time()
+
+    def run(self, package: Artifact, calibration: Artifact, prompts: Artifact) -> dict[str, Any]:
+        line = self.line
+        name = line.recipe.drafter.algorithm
+        runtime = open_package(line, package.path)
+        runtimes = {name: runtime} | {other: open_trained(line, other) for other in train_stage.algorithms(line)[1:]}
+        chosen = _per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
+        requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
+        extra = {
+            s.name: [r for drafter, own in runtimes.items() for r in self._answers(own, drafter, _extra_prompts(s.path, s.limit), self.settings.temperatures[0], s.name)]
+            for s in self.settings.extra
+        }
+        costs, lengths = self._costs(runtime, [r for r in requests if r.drafter == name], chosen)
+        best = lengths[name] if lengths else None
+        speeds = self._speeds(runtimes, chosen, best) if best is not None else []
+        report = build_report(
+            run=self._facts(name),
+            requests=requests,
+            speeds=speeds,
+            draft_lengths={} if best is None else dict.fromkeys(runtimes, best),
+            costs=costs,
+            calibration=_calibration(calibration),
+            thresholds=self.settings.confidence_thresholds,
+            extra=extra,
+            training={n: _training(line.input(train_stage.artifact_name(line, n))) for n in runtimes},
+            parameters={n: sum(p.numel() for p in r.drafter.parameters()) for n, r in runtimes.items()},
+            file_bytes={name: (package / "model.safetensors").stat().st_size},
+            seconds_total=sum(self._stage_seconds().values()),
+            stage_seconds=self._stage_seconds(),
+            notes=_notes(line),
+        )
+        write_report(report, self.writer.path)
+        al, speedup = report["acceptance_length"], report["speedup"]
+        return {"acceptance_length": al and al["pooled"], "speedup": speedup and speedup["pooled"]}
+
+    def _answers(self, runtime: Runtime, drafter: str, prompts: Sequence[Prompt], temperature: float, part: str) -> list[RequestRecord]:
+        """One record per answer due; what a killed evaluation measured is kept."""
+        path = self.writer / _REQUESTS
+        done: dict[tuple[str, ...], RequestRecord] = {}
+        for row in read_metrics(path):
+            record = request_from_json(row["record"])
+            done[row["part"], record.drafter, str(record.temperature), record.prompt_id] = record
+        records: list[RequestRecord] = []
+        label = f"{drafter} at temperature {temperature:g}" + (f" on {part}" if part else "")
+        with self.line.screen.bar(label, sum(len(p.slots) for p in prompts)) as bar, path.open("a") as file:
+            for prompt in prompts:
+                ids = [f"{prompt.id}" if n == 0 else f"{prompt.id}/{n + 1}" for n in range(len(prompt.slots))]
+                known = [done.get((part, drafter, str(temperature), i)) for i in ids]
+                if all(known):
+                    records += [k for k in known if k is not None]
+                    bar.advance(len(ids))
+                    continue
+                turns: list[AnsweredTurn] = []
+                for n, request_id in enumerate(ids):
+                    prompt_ids = encode_prompt(self.line.target.tokenizer, prompt.history([t.message() for t in turns]), prompt.tools, where=prompt.where)
+                    generator = seeded(self.line.recipe.seed, int(prompt.key[:12], 16), n)
+                    found = self._speculative(runtime, prompt_ids, runtime.num_drafts, temperature, generator)
+                    turns.append(AnsweredTurn(found.tokens, answer_text(self.line.target.tokenizer, found.tokens, found.finish_reason), found.finish_reason))  # type: ignore[arg-type]
+                    record = _record(prompt, request_id, drafter, temperature, found)
+                    records.append(record)
+                    file.write(json.dumps({"step": 0, "part": part, "record": asdict(record)}) + "\n")
+                    file.flush()
+                    bar.advance(1, f"{len(records)} answers")
+        return records
+
+    def _speculative(self, runtime: Runtime, prompt_ids: list[int], length: int, temperature: float, generator: torch.Generator | None) -> Decoded:
+        return decode_speculative(
+            runtime.target,
+            runtime.session,
+            prompt_ids,
+            draft_tokens=length,
+            max_new_tokens=self.settings.max_new_tokens,
+            eos_ids=self.eos,
+            temperature=temperature,
+            generator=generator,
+        )
+
+    def _costs(self, runtime: Runtime, requests: Sequence[RequestRecord], prompts: Sequence[Prompt]) -> tuple[list[Cost], dict[str, int]]:
+        """Milliseconds per verification length, and the length that they favour."""
+        if self.settings.speed_prompts == 0:
+            return [], {}
+        wanted = self.settings.draft_lengths or [n for n in _ALL_LENGTHS if n <= runtime.num_drafts]
+        too_long = [n for n in wanted if n > runtime.num_drafts]
+        if too_long:
+            raise DataError(f"evaluate.draft_lengths has {too_long[0]}, a block drafts {runtime.num_drafts} tokens", mend="leave evaluate.draft_lengths empty")
+        prompt_ids = encode_prompt(self.line.target.tokenizer, prompts[0].history([]), prompts[0].tools, where=prompts[0].where)
+        measured: StepCosts = measure_costs(runtime.target, runtime.session, prompt_ids, wanted, repeats=_COST_REPEATS)
+        rates = [p.rate or 0.0 for p in position_rates(requests).unconditional]
+        choice = best_length(measured, rates + [0.0] * (runtime.num_drafts - len(rates)))
+        self.line.screen.say(f"evaluate: {choice.tokens} drafts per round pay best here (expected {choice.speedup:.2f} times plain decoding)")
+        rows = [Cost(length=0, verify_ms=measured.plain_ms, draft_ms=None)]
+        rows += [Cost(length=n, verify_ms=measured.verify_ms[n], draft_ms=measured.draft_ms[n]) for n in wanted]
+        return rows, {self.line.recipe.drafter.algorithm: choice.tokens}
+
+    def _speeds(self, runtimes: dict[str, Runtime], prompts: Sequence[Prompt], length: int) -> list[SpeedRecord]:
+        """Plain and drafted decoding of the same prompts in alternation, greedily."""
+        path = self.writer / _SPEEDS
+        path.unlink(missing_ok=True)  # a half measured under another load is not continued
+        chosen = _spread(prompts, self.settings.speed_prompts)
+        records: list[SpeedRecord] = []
+        differing = 0
+        with self.line.screen.bar("measuring speed", len(chosen) * self.settings.speed_repeats) as bar:
+            for repeat in range(self.settings.speed_repeats):
+                for number, prompt in enumerate(chosen):
+                    ids = encode_prompt(self.line.target.tokenizer, prompt.history([]), prompt.tools, where=prompt.where)
+                    arms: list[tuple[str, Callable[[], Decoded]]] = [(PLAIN, lambda ids=ids: self._plain(runtimes, ids))]  # type: ignore[misc]
+                    arms += [(n, lambda r=r, ids=ids: self._speculative(r, ids, min(length, r.num_drafts), 0.0, None)) for n, r in runtimes.items()]  # type: ignore[misc]
+                    found = {name: work() for name, work in (arms if (repeat + number) % 2 == 0 else arms[::-1])}
+                    differing += sum(d.tokens != found[PLAIN].tokens for d in found.values())
+                    records += [_speed(prompt, name, repeat, 0 if name == PLAIN else min(length, runtimes[name].num_drafts), d) for name, d in found.items()]
+                    bar.advance()
+        if differing:
+            self.line.screen.warn(f"evaluate: {differing} drafted answers differ from plain decoding (rounding decides ties in float arithmetic)")
+        path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
+        return [speed_from_json(asdict(r)) for r in records]
+
+    def _plain(self, runtimes: dict[str, Runtime], ids: list[int]) -> Decoded:
+        target = next(iter(runtimes.values())).target
+        return decode_plain(target, ids, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos)
+
+    def _facts(self, name: str) -> Run:
+        line, spec, recipe = self.line, self.line.target.spec, self.line.recipe
+        return Run(
+            recipe=recipe.name,
+            seed=recipe.seed,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            command=f"firesteel run {recipe.name}",
+            drafter=name,
+            temperature=self.settings.temperatures[0],
+            max_new_tokens=self.settings.max_new_tokens,
+            bootstrap=self.settings.bootstrap,
+            target=TargetFacts(
+                name=spec.name,
+                revision=recipe.target.revision,
+                fingerprint=spec.fingerprint,
+                architecture=spec.architecture,
+                parameters=sum(p.numel() for p in line.target.model.parameters()),
+                layers=spec.num_layers,
+                hidden_size=spec.hidden_size,
+                vocab_size=spec.vocab_size,
+                dtype=recipe.target.dtype,
+            ),
+            versions=package_versions(),
+            machine=machine_facts(accelerator=torch.cuda.get_device_name() if line.target.device.type == "cuda" else None),
+        )
+
+    def _stage_seconds(self) -> dict[str, float]:
+        """Seconds of every stage, from the manifests; this one's until now."""
+        names = ["prompts", "responses", "hidden", *(train_stage.artifact_name(self.line, a) for a in train_stage.algorithms(self.line)), "calibrate", "package"]
+        seconds = {n: float(self.line.input(n).manifest.about["seconds"]) for n in names}
+        return seconds | {NAME: time.time() - self.started}
+
+
+def _record(prompt: Prompt, request_id: str, drafter: str, temperature: float, found: Decoded) -> RequestRecord:
+    rounds = [RoundRecord(r.drafted, r.accepted, None if r.confidences is None else r.confidences[: r.drafted]) for r in found.rounds]
+    return RequestRecord(prompt.domain, request_id, drafter, temperature, len(found.tokens), found.finish_reason, rounds)
+
+
+def _speed(prompt: Prompt, arm: str, repeat: int, length: int, found: Decoded) -> SpeedRecord:
+    return SpeedRecord(prompt.id, prompt.domain, arm, repeat, length, len(found.tokens), found.seconds_prefill, found.seconds_decode)
+
+
+def _per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    counts: dict[str, int] = {}
+    chosen = []
+    for prompt in prompts:
+        counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
+        if limit is None or counts[prompt.domain] <= limit:
+            chosen.append(prompt)
+    return chosen
+
+
+def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Evenly spaced prompts; they come domain by domain in turn, so every domain has its share."""
+    return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
+
+
+def _extra_prompts(path: str, limit: int | None) -> list[Prompt]:
+    return load_file(Path(path).expanduser(), limit=limit, domain=None).prompts
+
+
+def _calibration(artifact: Artifact) -> Calibration | None:
+    found = read_calibration(artifact)
+    return None if found is None else Calibration.model_validate(found["measured"])
+
+
+def _training(artifact: Artifact) -> Training:
+    about = artifact.manifest.about
+    points = [r for r in read_metrics(artifact / "metrics.jsonl") if r["kind"] == "validation"]
+    return Training(
+        steps=about["steps"],
+        seconds=about["train_seconds"],
+        tokens=about["tokens"],
+        stopped_by=about["stopped_by"],
+        best_step=about["best_step"],
+        curve=[TrainingPoint(step=p["step"], seconds=p["seconds"], acceptance_length=p["acceptance_length"]) for p in points],
+    )
+
+
+def _notes(line: Line) -> list[str]:
+    """What to expect, in words."""
+    notes = [
+        "Acceptance length counts the target's own token: 1 means that no drafted token is ever accepted. Answers are the same with and without the drafter.",
+    ]
+    minutes = line.recipe.train.max_minutes
+    if minutes is not None and minutes < 15:
+        notes.append(
+            f"This drafter was trained for {minutes:g} minutes on few answers: it shows the line, not what a drafter can do. More answers and hours of training "
+            "keep raising the acceptance length: `firesteel run smollm2` is the full recipe for this target, up to two hours on two cores."
+        )
+    return notes

@@ -1,0 +1,31 @@
+"""Ask the target one thing with a packaged drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from firesteel.batches.anchors import seeded
+from firesteel.decoding.decode import decode_speculative
+from firesteel.prompts.template import answer_text, encode_prompt
+from firesteel.stages.line import Line
+from firesteel.stages.runtime import open_package
+
+
+def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, temperature: float) -> None:
+    """Decode an answer and say how much of it was drafted."""
+    runtime = open_package(line, folder)
+    ids = encode_prompt(line.target.tokenizer, [{"role": "user", "content": prompt}])
+    found = decode_speculative(
+        runtime.target,
+        runtime.session,
+        ids,
+        draft_tokens=runtime.num_drafts,
+        max_new_tokens=max_new_tokens,
+        eos_ids=line.target.spec.eos_ids,
+        temperature=temperature,
+        generator=seeded(line.recipe.seed),
+    )
+    line.screen.say(answer_text(line.target.tokenizer, found.tokens, found.finish_reason))
+    accepted = sum(r.accepted for r in found.rounds)
+    pace = len(found.tokens) / max(found.seconds_decode, 1e-9)
+    line.screen.say(f"[{len(found.tokens)} tokens in {len(found.rounds)} rounds, {accepted} drafted, acceptance length {found.acceptance_length:.2f}, {pace:.1f} tokens/s]")

@@ -1,0 +1,108 @@
+"""Runtime: a drafter and its target as two decoding sessions, from an exported folder or from a training artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.session import BlockSession
+from firesteel.package.contract import Contract
+from firesteel.package.load import check_target, load
+from firesteel.stages.line import Line
+from firesteel.stages.train import load_trained
+from firesteel.target.session import TargetSession
+
+
+@dataclass
+class Proposal:
+    """What the reference engine takes: tokens, `[n, V]` distributions over target ids (None where greedy), confidences."""
+
+    tokens: Sequence[int]
+    probs: Tensor | None
+    confidences: Sequence[float] | None
+
+
+class FullVocabulary:
+    """A drafter's session whose distributions are spread over the target's vocabulary, as the acceptance rule wants them."""
+
+    def __init__(self, session: BlockSession) -> None:
+        self.inner = session
+
+    def observe(self, aux: Tensor) -> None:
+        self.inner.observe(aux)
+
+    def draft(self, anchor: int, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Proposal:
+        found = self.inner.draft(anchor, count, temperature=temperature, generator=generator)
+        probs = None if found.probs is None else self.inner.expand(found.probs)
+        return Proposal(found.tokens, probs, found.confidences)
+
+    def rewind(self, length: int) -> None:
+        self.inner.rewind(length)
+
+
+@dataclass
+class Runtime:
+    """Two sessions that decode together, batch 1."""
+
+    target: TargetSession
+    session: FullVocabulary
+    drafter: BlockDrafter
+    config: DraftConfig
+    contract: Contract | None
+
+    @property
+    def num_drafts(self) -> int:
+        return self.config.num_drafts
+
+
+def open_package(line: Line, folder: Path) -> Runtime:
+    """Open an exported folder for the line's target.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its drafter belongs to another target.
+    """
+    loaded, spec = load(folder), line.target.spec
+    check_target(loaded, spec.fingerprint, spec.hidden_size, spec.vocab_size, target_name=spec.name)
+    drafter = BlockDrafter(loaded.config)
+    drafter.load_state_dict({name: tensor.float() for name, tensor in loaded.tensors.items()})
+    temperatures = loaded.contract.temperatures if loaded.contract is not None else ()
+    head = None if loaded.head_rows is None else loaded.head_rows.float()
+    return _runtime(line, drafter, loaded.target_ids, head, loaded.embed, temperatures, loaded.contract)
+
+
+def open_trained(line: Line, algorithm: str) -> Runtime:
+    """A trained drafter that is compared, not exported."""
+    trained = load_trained(line, algorithm)
+    ids = None if trained.vocab is None else trained.vocab.target_ids
+    return _runtime(line, trained.drafter, ids, None, None, (), None)
+
+
+def _runtime(
+    line: Line, drafter: BlockDrafter, target_ids: Tensor | None, head: Tensor | None, embed: Tensor | None, temperatures: Sequence[float], contract: Contract | None
+) -> Runtime:
+    target = line.target
+    if head is None:
+        head = target.head.weight if target_ids is None else target.head.weight[target_ids.to(target.device)]
+    session = BlockSession(
+        drafter.eval(),
+        target.head.embed if embed is None else embed,
+        head,
+        draft_to_target=target_ids,
+        max_length=session_length(line),
+        confidence_temperatures=list(temperatures) or None,
+    )
+    decoding = line.decoding_session(drafter.config.layer_ids, session_length(line))
+    return Runtime(decoding, FullVocabulary(session), drafter, drafter.config, contract)
+
+
+def session_length(line: Line) -> int:
+    """Positions that decoding may need: the longest prompt with its earlier answers, and a new answer."""
+    recipe = line.recipe
+    wanted = 4 * recipe.prompts.max_tokens + 4 * max(recipe.evaluate.max_new_tokens, recipe.responses.max_new_tokens)
+    return min(wanted, line.target.spec.max_position_embeddings)

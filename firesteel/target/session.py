@@ -1,0 +1,234 @@
+"""TargetSession: batch-1 incremental decoding of a target that also yields its captured layer states.
+
+Two engines stand behind it. `lean` (see `target.lean`) runs Llama-like float32 models on a CPU with few operations and
+packed weights; `generic` runs any Transformers causal model whose cache can be cropped. `auto` takes the lean one
+where the model's structure allows it *and* its logits and states equal the model's own on a probe.
+
+In float32 a token's logits may differ in the last bits between a step of one token and a step of many, because matrix
+kernels add in another order. Greedy outputs differ only where two tokens tie within that rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from firesteel.errors import TargetError
+from firesteel.target.lean import LeanDecoder, lean_refusal, pack
+from firesteel.target.local import capture, stack_layers
+from firesteel.target.spec import check_layer_ids
+
+_PROBE_TOKENS = 12
+# Largest difference to the model's own result that counts as rounding, as a share of the largest value.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass
+class StepOutput:
+    """What a forward pass over n tokens gives.
+
+    Attributes:
+        logits: `[keep, V]` float32, of the last `keep` tokens.
+        aux: `[n, m * d]` captured states of all n tokens, layer after layer, in the target's dtype.
+    """
+
+    logits: Tensor
+    aux: Tensor
+
+
+class _Engine(Protocol):
+    def forward(self, tokens: Tensor, start: int, keep: int) -> tuple[Tensor, Tensor]:
+        """Run `tokens` after the first `start` cached positions, forgetting any later ones."""
+        ...
+
+
+class TargetSession:
+    """One sequence being decoded by a target; made once and rewound to 0 between prompts.
+
+    Args:
+        model: a Transformers causal model in evaluation mode.
+        layer_ids: captured layers; id i is the residual stream before layer i (`hidden_states[i]`), the number of
+            layers is the stream after the last one, before the final norm.
+        max_length: positions that a sequence may have, prompt included.
+        engine: `auto`, or one engine by name.
+
+    Raises:
+        RecipeError: a layer that the target does not have.
+        TargetError: a cache that cannot be cropped, or an engine asked for by name that does not fit.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, engine: Literal["auto", "lean", "generic"] = "auto") -> None:
+        ids = tuple(layer_ids)
+        check_layer_ids(ids, int(model.config.get_text_config().num_hidden_layers))
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
+        if max_length > limit:
+            raise TargetError(
+                f"a sequence of {max_length} tokens exceeds the {limit} positions of the target", mend="lower the number of new tokens or shorten the prompts"
+            )
+        self.layer_ids = ids
+        self.max_length = max_length
+        self.length = 0
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.engine_name, self._engine = _choose(model, ids, max_length, engine)
+
+    def forward(self, tokens: Sequence[int] | Tensor, *, keep: int | None = None) -> StepOutput:
+        """Append `tokens` to the sequence.
+
+        Args:
+            tokens: n token ids.
+            keep: how many of the last tokens need logits; None is all.
+
+        Raises:
+            TargetError: the sequence would outgrow `max_length`.
+        """
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+        n = int(ids.shape[0])
+        if self.length + n > self.max_length:
+            raise TargetError(
+                f"{self.length} + {n} tokens exceed the session's {self.max_length} positions", mend="shorten the prompt or lower the number of new tokens"
+            )
+        logits, aux = self._engine.forward(ids, self.length, n if keep is None else keep)
+        self.length += n
+        return StepOutput(logits.float(), aux)
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise TargetError(f"cannot rewind to {length}: the sequence has {self.length} tokens")
+        self.length = length
+
+
+class GenericDecoder:
+    """Any Transformers causal model with a cache that can be cropped; linear layers packed where that is possible."""
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, pack: bool) -> None:
+        _check_croppable(model)
+        self.model = _packed_copy(model) if pack else model
+        self.layer_ids = tuple(layer_ids)
+        self.trims_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.cache = DynamicCache()
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, start: int, keep: int) -> tuple[Tensor, Tensor]:
+        surplus = self.cache.get_seq_length() - start
+        if start == 0:
+            # Made without the config: sliding layers, too, keep every position, so that any length can be returned to.
+            # Their window is then applied by the attention mask alone.
+            self.cache = DynamicCache()
+        elif surplus > 0:
+            self.cache.crop(-surplus)
+        with capture(self.model, self.layer_ids) as states:
+            trim = {"logits_to_keep": keep} if self.trims_logits else {}
+            logits = self.model(tokens[None], past_key_values=self.cache, use_cache=True, **trim).logits[0, -keep:]
+        return logits, stack_layers(states, self.layer_ids)[0].flatten(1)
+
+
+def _choose(model: Any, layer_ids: tuple[int, ...], max_length: int, wanted: str) -> tuple[str, _Engine]:
+    if wanted != "generic":
+        engine, why = _try_lean(model, layer_ids, max_length)
+        if engine is not None:
+            return "lean", engine
+        if wanted == "lean":
+            raise TargetError(f"this target cannot run on the lean engine: {why}", mend="use the engine `auto` or `generic`")
+    dtype = model.get_input_embeddings().weight.dtype
+    if dtype == torch.float32 and _packable(model):
+        packed = GenericDecoder(model, layer_ids, pack=True)
+        if _difference(packed, model, layer_ids, max_length) <= _TOLERANCE[dtype]:
+            return "generic", packed
+    plain = GenericDecoder(model, layer_ids, pack=False)
+    if (off := _difference(plain, model, layer_ids, max_length)) > _TOLERANCE.get(dtype, 5e-2):
+        raise TargetError(
+            f"decoding step by step with this target differs from its forward pass over the whole text (by {off:.1e} of the largest value)",
+            mend="its cache cannot be rewound exactly; use a target with plain attention layers",
+        )
+    return "generic", plain
+
+
+def _try_lean(model: Any, layer_ids: tuple[int, ...], max_length: int) -> tuple[_Engine | None, str]:
+    if why := lean_refusal(model, max_length):
+        return None, why
+    if not _memory_for_copy(model):
+        return None, "packed weights would not fit into memory"
+    try:
+        lean = LeanDecoder(model, layer_ids, max_length)
+        off = _difference(lean, model, layer_ids, max_length)
+    except (RuntimeError, ValueError, AttributeError) as e:
+        # Structure looked right, but a detail did not fit: the generic engine is always correct.
+        return None, str(e)
+    return (lean, "") if off <= _TOLERANCE[torch.float32] else (None, f"its results differ from the model's by {off:.1e} of the largest value")
+
+
+def _difference(engine: _Engine, model: Any, layer_ids: tuple[int, ...], max_length: int) -> float:
+    """Largest difference to the model's own pass, as a share of the largest value, over a probe with rewinds and steps of 1 and more."""
+    n = min(_PROBE_TOKENS, max_length)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocabulary, (n,), generator=torch.Generator().manual_seed(0)).to(model.get_input_embeddings().weight.device)
+    with torch.inference_mode(), capture(model, layer_ids) as states:
+        logits = model(tokens[None], use_cache=False).logits[0]
+        aux = stack_layers(states, layer_ids)[0].flatten(1)
+    worst = 0.0
+    for begin, end in ((0, n), (n // 2, n // 2 + 1), (n // 2 + 1, n), (n // 3, n)):
+        if begin >= end:
+            continue
+        got = engine.forward(tokens[begin:end], begin, end - begin)
+        for mine, own in zip(got, (logits, aux), strict=True):
+            off = (mine.float() - own[begin:end].float()).abs().max() / own.float().abs().max().clamp_min(1e-30)
+            # A NaN must not pass for equality.
+            worst = max(worst, float(off) if bool(torch.isfinite(off)) else float("inf"))
+    return worst
+
+
+def _check_croppable(model: Any) -> None:
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    bad = sorted({type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)})
+    if bad:
+        raise TargetError(
+            f"the cache of this target cannot be cropped after a rejected draft ({', '.join(bad)})",
+            mend="targets with recurrent or linear-attention layers are decoded by an engine that snapshots their state, such as vLLM",
+        )
+
+
+def _packable(model: Any) -> bool:
+    weights = list(model.parameters())
+    return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in weights) and _memory_for_copy(model)
+
+
+class _PackedModule(nn.Module):
+    """Stands in for a frozen linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = pack(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.plain(x)
+
+
+def _packed_copy(model: Any) -> Any:
+    """The same model with packed linear layers; all other parameters and buffers are shared, and the original stays as it is."""
+    shared: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    twin = copy.deepcopy(model, shared)
+    for module in list(twin.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, _PackedModule(child))
+    return twin
+
+
+def _memory_for_copy(model: Any) -> bool:
+    """Whether the weights fit into memory once more (True where the system does not tell)."""
+    table = Path("/proc/meminfo")
+    if not table.is_file():
+        return True
+    available = next((int(line.split()[1]) * 1024 for line in table.read_text().splitlines() if line.startswith("MemAvailable")), None)
+    need = sum(p.numel() * p.element_size() for p in model.parameters())
+    return available is None or available > 1.2 * need

@@ -1,0 +1,173 @@
+"""The page: complete, escaped, honest about gaps, readable on a phone, and in need of nothing from outside."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firesteel.evaluation.html import render_html, write_report
+from firesteel.evaluation.plots import LIGHT, PLOTS, render_plots, write_plots
+from firesteel.evaluation.report import read_report
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None)
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=3000",
+]  # fmt: skip
+VOID = {"meta", "img", "source", "br", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks nesting, collects text and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "srcset", "href", "action", "data", "poster")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def full_page(full_report: dict[str, Any]) -> str:
+    return render_html(full_report)
+
+
+@pytest.fixture(scope="module")
+def bare_page(bare_report: dict[str, Any]) -> str:
+    return render_html(bare_report)
+
+
+def test_page_shows_the_numbers(full_page: str, full_report: dict[str, Any]) -> None:
+    text = Page(full_page).text
+    al, fast = full_report["acceptance_length"], full_report["speedup"]
+    assert f"Acceptance length {al['pooled']:.2f} 95% interval {al['interval'][0]:.2f}–{al['interval'][1]:.2f}" in text
+    assert f"Decoding speed-up {fast['pooled']:.2f}× 95% interval {fast['interval'][0]:.2f}–{fast['interval'][1]:.2f}" in text
+    for name, domain in full_report["domains"].items():
+        assert f"{name.replace('_', ' ')} {domain['acceptance_length']['pooled']:.2f}" in text
+    for number in (full_report["comparisons"][0]["ratio"], full_report["calibration"]["ece_before"], full_report["calibration"]["ece_after"]):
+        assert f"{number:.3f}" in text
+    for phrase in [*full_report["notes"], full_report["run"]["command"], full_report["run"]["machine"]["cpu"], full_report["run"]["target"]["fingerprint"]]:
+        assert phrase in text
+    assert "not measured" not in text
+
+
+def test_page_says_what_is_absent(bare_page: str) -> None:
+    text = Page(bare_page).text
+    for phrase in (
+        "Decoding speed-up not measured",
+        "Time of the whole run not recorded",
+        "Speed was not measured in this run",
+        "Confidences were not calibrated",
+        "No summary of training",
+    ):
+        assert phrase in text
+    for word in ("None", "nan", "Undefined", "0.00×", " 0.0 "):
+        assert word not in text
+    assert "Drafters side by side" not in text
+
+
+def test_page_needs_nothing_from_outside(full_page: str) -> None:
+    page = Page(full_page)
+    images = [a for a in page.addresses if a.startswith("data:image/png;base64,")]
+    assert images == page.addresses
+    assert len(images) == 2 * len(PLOTS)
+    rest = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", full_page)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe", rest)
+    assert "default-src 'none'" in full_page
+
+
+def test_page_states_themes_and_width(full_page: str) -> None:
+    assert "prefers-color-scheme: dark" in full_page
+    assert 'name="viewport" content="width=device-width' in full_page
+
+
+def test_all_text_is_escaped(bare_report: dict[str, Any]) -> None:
+    evil = '<script>alert("1")</script>&"\'$x$'
+    domain = bare_report["domains"]["qa"]
+    run = {**bare_report["run"], "command": evil, "recipe": evil, "target": {**bare_report["run"]["target"], "name": evil}, "versions": {evil: evil}}
+    report = {
+        **bare_report, "run": run, "notes": [evil], "domains": {evil: domain}, "finish_reasons": {evil: 9}, "stage_seconds": {evil: 1.0},
+        "extra": {evil: {"requests": 1, "new_tokens": 5, "finish_reasons": {}, "by_drafter": domain["by_drafter"]}},
+    }  # fmt: skip
+    page = Page(render_html(report))
+    assert "script" not in page.tags
+    assert page.text.count("alert(") >= 8
+
+
+def test_plots_are_png_of_phone_friendly_shape(full_report: dict[str, Any], tmp_path: Path) -> None:
+    paths = write_plots(full_report, tmp_path / "plots")
+    assert [p.stem for p in paths] == list(PLOTS)
+    for p in paths:
+        data = p.read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", data[16:24])
+        assert width == 1000
+        assert 600 <= height <= 1400
+
+
+def test_plots_without_numbers_are_not_drawn(bare_report: dict[str, Any]) -> None:
+    assert set(render_plots(bare_report, LIGHT)) == {"acceptance_by_position", "acceptance_by_domain"}
+
+
+def test_write_report(bare_report: dict[str, Any], bare_page: str, tmp_path: Path) -> None:
+    write_report(bare_report, tmp_path / "new")
+    assert read_report(tmp_path / "new" / "report.json") == bare_report
+    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == bare_page  # equal reports give equal bytes
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: the page cannot be looked at")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_does_not_scroll_sideways(full_page: str, tmp_path: Path, width: int) -> None:
+    assert CHROMIUM is not None
+    # The page stands in a frame of the wanted width, as a window cannot be made as narrow as a phone. The probe replaces the
+    # policy that forbids scripts; it reports the page's width, that of its window, and how many plots and tables were laid out.
+    probe = (
+        "<script>addEventListener('load', () => { const d = document.documentElement; parent.document.title = ["
+        "d.scrollWidth, innerWidth, [...document.images].filter(i => i.complete && i.naturalWidth > 0).length,"
+        "[...document.querySelectorAll('.table')].filter(t => t.scrollWidth > t.clientWidth + 1).length,"
+        "[...document.querySelectorAll('p, h1, h2, h3, dd, dt, figure, .table')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length"
+        "].join(' ') })</script>"
+    )
+    (tmp_path / "page.html").write_text(
+        re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", full_page).replace("</head>", probe + "</head>"), encoding="utf-8"
+    )
+    (tmp_path / "frame.html").write_text(
+        f'<!doctype html><body style="margin:0"><iframe src="page.html" style="border:0;width:{width}px;height:900px"></iframe>'
+    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files", "--window-size=1400,1000", "--dump-dom"]
+    found = subprocess.run([*command, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    title = re.search(r"<title>([^<]*)</title>", found)
+    assert title is not None, found[:500]
+    scroll, window, images, scrolling_tables, sticking_out = map(int, title[1].split())
+    assert window == width
+    assert scroll <= window
+    assert images == len(PLOTS)
+    assert sticking_out == 0
+    assert (scrolling_tables > 0) == (width == 390)  # on a phone wide tables scroll inside their own box

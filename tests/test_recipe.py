@@ -1,0 +1,69 @@
+"""Recipes: defaults, overrides, and errors that name the nearest known key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from firesteel.errors import RecipeError
+from firesteel.recipe import known_keys, load_recipe, named_recipes, recipe_from_dict, recipe_to_yaml
+
+
+@pytest.mark.parametrize("name", named_recipes())
+def test_named_recipes_are_valid_and_print_in_full(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    again = recipe_from_dict(yaml.safe_load(recipe_to_yaml(recipe, explain=True)))
+    assert again == recipe
+
+
+def test_overrides_replace_values() -> None:
+    recipe = load_recipe("quickstart", ["train.max_minutes=1.5", "drafter.markov_head=gated", "target.layer_ids=[1,2]", "seed=7"])
+    assert recipe.train.max_minutes == 1.5
+    assert recipe.drafter.markov_head == "gated"
+    assert recipe.target.layer_ids == [1, 2]
+    assert recipe.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.max_minute=3", "train.max_minutes"),
+        ("trian.lr=1", "train"),
+        ("drafter.markovrank=3", "drafter.markov_rank"),
+        ("train.lr=-1", "train.lr"),
+        ("drafter.markov_head=fancy", "vanilla"),
+        ("train.lr", "section.key=value"),
+        ("responses.samples=2", "responses.temperature"),
+    ],
+)
+def test_bad_overrides_say_what_to_type(override: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as e:
+        load_recipe("quickstart", [override])
+    assert hint in str(e.value)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="quickstart"):
+        load_recipe("quikstart")
+
+
+def test_training_needs_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("target: {model: x}\n")
+    with pytest.raises(RecipeError, match=r"train\.max_minutes"):
+        load_recipe(str(path))
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n"])
+def test_broken_yaml_names_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=r"mine\.yaml"):
+        load_recipe(str(path))
+
+
+def test_every_setting_is_explained() -> None:
+    assert all(help_text for _, help_text in known_keys())

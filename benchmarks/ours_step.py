@@ -28,7 +28,7 @@ from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.build import TargetFacts, make_config
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
-from firesteel.losses.weights import static_weights
+from firesteel.losses.weights import exponential_weights
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import TrainJob, compute_loss
@@ -50,12 +50,8 @@ class Step:
         self.anchors = data["anchors"]
         torch.manual_seed(setting["seed"])
         drafter = make_drafter(setting, target)
-        self.layout = BlockLayout(
-            drafter.config.block_size,
-            drafter.config.sample_from_anchor,
-            static_weights("exponential", drafter.config.block_size, drafter.config.sample_from_anchor, loss.decay),
-            None,
-        )
+        block, anchored = drafter.config.block_size, drafter.config.sample_from_anchor
+        self.layout = BlockLayout(block, anchored, exponential_weights(block, anchored, loss.decay), None)
         store = MemoryStore("fp32")
         store.put(self.sample)
         source = BatchSource(
@@ -89,9 +85,9 @@ class Step:
         """The loss at the anchors of the folder, without a step."""
         batch = pack([self.sample], [self.anchors], self.layout)
         with torch.no_grad():
-            result, _logits = compute_loss(self.job, batch, self.weights)
-        means = {k: float(v) for k, v in result.means().items()}
-        return {"loss": float(result.loss), "slots": int(result.valid.sum()), "means": means}
+            # The peer divides by the number of slots that count, we by the sum of their weights.
+            result, _logits = compute_loss(self.job, batch, self.weights, denominator=float((batch.slots >= 0).sum()))
+        return {"loss": float(result.loss), "slots": int(result.valid.sum())}
 
 
 def as_sample(data: dict[str, Tensor], setting: dict[str, Any], fingerprint: str) -> HiddenSample:

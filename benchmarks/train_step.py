@@ -23,7 +23,7 @@ from typing import Any
 from step_data import write_batch
 
 from firesteel import recipe as recipes
-from firesteel.evaluation.machine import describe_machine
+from firesteel.evaluation.machine import machine_facts
 from firesteel.target.loading import resolve_target
 from firesteel.target.local import load_target
 from firesteel.target.mask import pick_mask_token
@@ -38,7 +38,8 @@ class Worker:
     """A side of the benchmark: a process that answers commands."""
 
     def __init__(self, python: Path | str, script: Path, arguments: list[str], threads: int) -> None:
-        env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self.name = script.stem
         self._process = subprocess.Popen([str(python), str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.about = self._read()
@@ -91,7 +92,7 @@ def main() -> None:
         "ours_about": ours.about,
         "peer_about": peer.about,
         "threads": options.threads,
-        "machine": describe_machine(),
+        "machine": machine_facts(accelerator=None).model_dump(),
         "load_average": os.getloadavg(),
     }
     if not options.json:

@@ -23,9 +23,10 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# From pip 26 on, constraints no longer reach build environments.
-"$venv/bin/python" -m pip install --quiet 'pip<26'
-"$venv/bin/python" -m pip install --quiet --constraint constraints.txt --requirement benchmarks/peers/requirements.txt
-"$venv/bin/python" -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+# From pip 26 on, constraints no longer reach build environments. Compiling all of it to bytecode would take minutes.
+install=("$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check)
+"${install[@]}" 'pip<26'
+"${install[@]}" --constraint constraints.txt --requirement benchmarks/peers/requirements.txt
+"${install[@]}" --no-deps speculators==0.9.0 hs-connectors==0.9.0
 check
 printf '%s\n' "$want" > "$stamp"

@@ -40,7 +40,7 @@ MODELS = {"dspark": DSparkDraftModel, "dflash": DFlashDraftModel}
 def train_arguments(setting: dict[str, Any]) -> argparse.Namespace:
     """The setting as the peer's own trainer understands it; everything that is not named keeps the peer's default.
 
-    `flags` of the setting are more of the peer's options, and win.
+    `flags` of the setting are more of the peer's options, and win; one without values is left out.
     """
     given = {
         "--speculator-type": [setting["algorithm"]],
@@ -62,7 +62,7 @@ def train_arguments(setting: dict[str, Any]) -> argparse.Namespace:
     if setting["algorithm"] == "dspark":
         given |= {"--markov-rank": [setting["markov_rank"]], "--confidence-head-alpha": [setting["loss"]["confidence"]]}
     given |= setting.get("flags", {})
-    argv = [str(word) for name, values in given.items() for word in (name, *values)]
+    argv = [str(word) for name, values in given.items() if values for word in (name, *values)]
     return argparse.Namespace(**TrainConfig.resolve(argv).flatten())
 
 

@@ -170,7 +170,8 @@ def _propose(drafter: Drafter, anchor: int, count: int, sampling: Sampling, gene
     tokens: list[int] = torch.as_tensor(draft.tokens).tolist()
     if len(tokens) != count:
         raise VerificationError(f"the drafter was asked for {count} tokens and proposed {len(tokens)}")
-    confidences: list[float] | None = None if draft.confidences is None else torch.as_tensor(draft.confidences).tolist()
+    said = draft.confidences
+    confidences: list[float] | None = None if said is None else (said.tolist() if isinstance(said, Tensor) else [float(c) for c in said])
     keep = count
     if threshold is not None:
         if confidences is None:

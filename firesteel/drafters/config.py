@@ -50,7 +50,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
-                f"drafter.num_heads={self.num_heads} is not a multiple of drafter.num_kv_heads={self.num_kv_heads}", mend="set drafter.num_kv_heads to a divisor"
+                f"drafter.num_heads={self.num_heads} is not a multiple of drafter.num_kv_heads={self.num_kv_heads}",
+                mend="set drafter.num_kv_heads to a divisor",
             )
         if len(self.layer_types) != self.num_layers:
             raise CheckpointError(f"{len(self.layer_types)} layer types for {self.num_layers} layers")

@@ -14,6 +14,7 @@ from firesteel.artifact import write_atomic
 from firesteel.evaluation.plots import DARK, LIGHT, render_plots
 from firesteel.evaluation.report import headline, parse_report, write_report_json
 from firesteel.evaluation.schema import Report
+from firesteel.evaluation.speed import expected_speedups
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 ABSENT = "not measured"
@@ -32,7 +33,11 @@ def render_html(data: Mapping[str, Any]) -> str:
     alternatives = _alternatives(report)
     plots = {name: _plot(png, dark[name], alternatives[name]) for name, png in light.items()}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        r=report, headline=headline(data), plots=plots, longest=max(len(d.positions.unconditional) for d in report.drafters.values())
+        r=report,
+        headline=headline(data),
+        plots=plots,
+        longest=max(len(d.positions.unconditional) for d in report.drafters.values()),
+        expected=expected_speedups(report.costs, report.positions),
     )
 
 
@@ -66,7 +71,7 @@ def _alternatives(report: Report) -> dict[str, str]:
         "reliability": "Reliability diagram: observed against predicted survival of the prefix, before and after temperature scaling.",
         "threshold_sweep": "Acceptance length, drafts verified and drafts wasted against the confidence threshold. The numbers are in the table below.",
         "training": "Acceptance length on validation documents over the minutes of training.",
-        "speed_by_length": f"Decoding speed-up by draft length with 95% intervals, {drafters}. The numbers are in the table below.",
+        "speed_by_length": f"Speed-up by draft length: measured for {drafters} with 95% intervals, and expected from costs. The numbers are in the tables.",
         "speed_by_domain": "Tokens per second by domain, with and without the drafter. The numbers are in the table above.",
     }
 

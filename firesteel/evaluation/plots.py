@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from firesteel.artifact import write_atomic
 from firesteel.evaluation.report import parse_report
 from firesteel.evaluation.schema import AcceptanceLength, Interval, ReliabilityPoint, Report, Speed
+from firesteel.evaluation.speed import expected_speedups
 
 WIDTH, HEIGHT, DPI = 5.0, 3.5, 200
 
@@ -166,20 +167,32 @@ def _training(report: Report, theme: Theme) -> Figure | None:
 
 def _speed_by_length(report: Report, theme: Theme) -> Figure | None:
     drafters = {n: d.speed_by_length for n, d in report.drafters.items() if d.speed_by_length}
-    if not drafters:
+    expected = expected_speedups(report.costs, report.positions)
+    lengths = {s.draft_length for speeds in drafters.values() for s in speeds} | expected.keys()
+    if len(lengths) < 2:
         return None
     figure, axes = _canvas("Speed by draft length")
     axes.axhline(1, color=theme.ink, linewidth=1, linestyle=":", label="without drafter")
+    if expected:
+        axes.plot(
+            list(expected),
+            list(expected.values()),
+            label=f"{report.run.drafter}, expected from costs",
+            color=theme.series[2],
+            linestyle="-.",
+            marker="^",
+            markersize=4,
+        )
     for i, (name, speeds) in enumerate(drafters.items()):
-        color, marker = theme.series[i % 4], _MARKERS[i % 4]
-        axes.plot([s.draft_length for s in speeds], [s.pooled for s in speeds], label=name, color=color, marker=marker, linestyle=_DASHES[i % 4])
+        color, marker = theme.series[i % 2], _MARKERS[i % 2]
+        axes.plot([s.draft_length for s in speeds], [s.pooled for s in speeds], label=f"{name}, measured", color=color, marker=marker, linestyle=_DASHES[i % 2])
         for s in speeds:
             if s.interval is not None:
                 axes.plot([s.draft_length] * 2, s.interval, color=color, linewidth=1.4, alpha=0.55)
-    axes.set_xticks(sorted({s.draft_length for speeds in drafters.values() for s in speeds}))
+    axes.set_xticks(sorted(lengths))
     axes.set(xlabel="drafted tokens per round", ylabel="speed-up (95% interval)")
     _factor(axes.yaxis)
-    _legend(axes, columns=3)
+    _legend(axes, columns=2)
     return figure
 
 

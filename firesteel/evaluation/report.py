@@ -56,7 +56,7 @@ def build_report(
             `run.seed` its intervals.
         requests: answers to the held-out prompts, by all drafters at all temperatures.
         speeds: timed answers; empty where speed was not measured.
-        draft_lengths: by drafter, the draft length of its headline speed-up, chosen before these timings; a drafter without one has no
+        draft_lengths: by drafter, the draft length of its headline speed-up, chosen otherwise than from these timings; a drafter without one has no
             headline speed-up.
         costs: milliseconds per verification length.
         calibration: of the headline drafter; None without a confidence head.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from firesteel.evaluation.intervals import bootstrap_sums, percentile_interval
 from firesteel.evaluation.records import PLAIN, SpeedRecord
-from firesteel.evaluation.schema import Speed
+from firesteel.evaluation.schema import Cost, Positions, Speed
 
 # Columns of a prompt's sums: decode seconds, decoded tokens, all seconds, all tokens; four per arm.
 _ARM = 4
@@ -58,6 +58,20 @@ def speed_by_length(records: Sequence[SpeedRecord], *, drafter: str, resamples: 
 def speed_of_domain(records: Sequence[SpeedRecord], domain: str) -> list[SpeedRecord]:
     """The records of one domain."""
     return [r for r in records if r.domain == domain]
+
+
+def expected_speedups(costs: Sequence[Cost], positions: Positions) -> dict[int, float]:
+    """What costs and acceptance together promise, by draft length n, one request at a time.
+
+    A round of n drafts adds 1 + sum over k <= n of P(prefix of k accepted) tokens and takes `verify_ms + draft_ms`; a plain step adds
+    one token in the `verify_ms` of length 0. Lengths without a cost of drafting, or beyond the positions measured, are left out.
+    """
+    plain = next((c.verify_ms for c in costs if c.length == 0), None)
+    rates = [p.rate for p in positions.unconditional if p.rate is not None]
+    if plain is None:
+        return {}
+    drafting = [(c.length, c.verify_ms + c.draft_ms) for c in costs if c.length > 0 and c.draft_ms is not None]
+    return {n: (1 + sum(rates[:n])) * plain / ms for n, ms in drafting if n <= len(rates) and ms > 0}
 
 
 def _ratio(sums: NDArray[np.float64], at: int) -> NDArray[np.float64]:

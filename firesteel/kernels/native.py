@@ -17,9 +17,9 @@ import warnings
 from pathlib import Path
 
 FLAGS = (
-    ("-O3", "-march=native", "-fopenmp"),
-    ("-O3", "-mcpu=native", "-fopenmp"),
-    ("-O3", "-march=native", "-fopenmp-simd"),
+    ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp"),
+    ("-O3", "-mcpu=native", "-fno-trapping-math", "-fopenmp"),
+    ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp-simd"),
     ("-O3", "-fopenmp-simd"),
     ("-O3",),
 )
@@ -50,7 +50,11 @@ def load(source: str) -> ctypes.CDLL | None:
             library = Path(folder) / f"kernel{i}.so"
             try:
                 subprocess.run(
-                    [*command, *flags, "-shared", "-fPIC", "-std=gnu11", str(code), "-o", str(library), "-lm"], check=True, capture_output=True, text=True, timeout=60
+                    [*command, *flags, "-shared", "-fPIC", "-std=gnu11", str(code), "-o", str(library), "-lm"],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
                 )
                 return ctypes.CDLL(str(library))
             except subprocess.CalledProcessError as e:

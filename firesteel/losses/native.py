@@ -58,6 +58,21 @@ static void apply_cap(float *x, long v, float cap) {
   for (long j = 0; j < v; j++) x[j] = cap_of(x[j], cap);
 }
 
+static inline __attribute__((always_inline)) double spread(const float *a, float *o, long v, float z, const int logs) {
+  double total = 0;
+  for (long b = 0; b < v; b += BLOCK) {
+    float s = 0;
+    #pragma omp simd reduction(+:s)
+    for (long j = b; j < end(b, v); j++) {
+      float l = a[j] - z, p = e(l);
+      s += p;
+      o[j] = logs ? l : p;
+    }
+    total += s;
+  }
+  return total;
+}
+
 void normalise_teacher(float *x, float *out, const float *norm, float cap, int logs, long n, long v, float *mass, float *top, int threads) {
   #pragma omp parallel for num_threads(threads)
   for (long i = 0; i < n; i++) {
@@ -65,15 +80,9 @@ void normalise_teacher(float *x, float *out, const float *norm, float cap, int l
     if (cap > 0) apply_cap(a, v, cap);
     float high = largest(a, v);
     float z = norm ? norm[i] : high + (float)log(exp_sum(a, v, high));
-    double total = 0;
-    for (long b = 0; b < v; b += BLOCK) {
-      float s = 0;
-      #pragma omp simd reduction(+:s)
-      for (long j = b; j < end(b, v); j++) { float p = e(a[j] - z); s += p; o[j] = logs ? a[j] - z : p; }
-      total += s;
-    }
+    double total = logs ? spread(a, o, v, z, 1) : spread(a, o, v, z, 0);
     mass[i] = norm ? (float)total : 1.0f;
-    top[i] = logs ? high - z : largest(o, v);
+    top[i] = largest(o, v);
   }
 }
 
@@ -128,8 +137,8 @@ static inline __attribute__((always_inline)) void row(
   }
 }
 
-void finish(float *x, const float *norm, const float *top, const float *teacher, const long long *place, const float *mass, const float *teacher_top,
-            const float *ce, const float *w, const float *mix, float cap, int logs, int grad, long n, long v,
+void finish(float *x, const float *norm, const float *top, const long long *place, const float *mass, const float *teacher_top,
+            const float *ce, const float *w, const float *teacher, const float *mix, float cap, int logs, int grad, long n, long v,
             float *tv, unsigned char *agree, float *kl, float *rkl, int threads) {
   #pragma omp parallel for num_threads(threads)
   for (long i = 0; i < n; i++) {
@@ -156,7 +165,16 @@ def normalise_teacher(logits: Tensor, out: Tensor, lognorm: Tensor | None, softc
     mass, top = logits.new_empty(n), logits.new_empty(n)
     norm = None if lognorm is None else lognorm.contiguous()
     _library().normalise_teacher(
-        _at(logits), _at(out), None if norm is None else _at(norm), ctypes.c_float(softcap or 0), int(log_teacher), n, v, _at(mass), _at(top), torch.get_num_threads()
+        _at(logits),
+        _at(out),
+        None if norm is None else _at(norm),
+        _float(softcap or 0),
+        int(log_teacher),
+        _long(n),
+        _long(v),
+        _at(mass),
+        _at(top),
+        torch.get_num_threads(),
     )
     return mass, top
 
@@ -165,38 +183,25 @@ def normalise_draft(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """See `rowwise.normalise_draft`."""
     n, v = _shape(x)
     norm, top = x.new_empty(n), x.new_empty(n)
-    _library().normalise_draft(_at(x), ctypes.c_float(softcap or 0), n, v, _at(norm), _at(top), torch.get_num_threads())
+    _library().normalise_draft(_at(x), _float(softcap or 0), _long(n), _long(v), _at(norm), _at(top), torch.get_num_threads())
     return norm, top
 
 
-def finish(
-    x: Tensor,
-    lognorm: Tensor,
-    top: Tensor,
-    teacher: Tensor,
-    place: Tensor,
-    mass: Tensor,
-    teacher_top: Tensor,
-    ce: Tensor,
-    weight: Tensor,
-    mix: Tensor,
-    softcap: float | None,
-    log_teacher: bool,
-    gradient: bool,
-) -> tuple[Tensor, ...]:
-    """See `rowwise.finish`; returns tv, agree, kl, reverse_kl."""
+def finish(rows: tuple[Tensor, ...], teacher: Tensor, mix: Tensor, softcap: float | None, log_teacher: bool, gradient: bool) -> tuple[Tensor, ...]:
+    """See `rowwise.finish`; `rows` are its arguments x to weight. Returns tv, agree, kl, reverse_kl."""
+    x = rows[0]
     n, v = _shape(x, teacher)
     tv, kl, reverse_kl = (x.new_empty(n) for _ in range(3))
     agree = torch.empty(n, dtype=torch.bool)
-    inputs = [t.contiguous() for t in (lognorm, top, teacher, place, mass, teacher_top, ce, weight, mix)]
+    inputs = [t.contiguous() for t in (*rows[1:], teacher, mix)]
     _library().finish(
         _at(x),
         *(_at(t) for t in inputs),
-        ctypes.c_float(softcap or 0),
+        _float(softcap or 0),
         int(log_teacher),
         int(gradient),
-        n,
-        v,
+        _long(n),
+        _long(v),
         _at(tv),
         _at(agree),
         _at(kl),
@@ -204,6 +209,9 @@ def finish(
         torch.get_num_threads(),
     )
     return tv, agree, kl, reverse_kl
+
+
+_long, _float = ctypes.c_long, ctypes.c_float
 
 
 def _library() -> ctypes.CDLL:
@@ -216,7 +224,7 @@ def _at(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
 
 
-def _shape(*tensors: Tensor) -> tuple[ctypes.c_long, ctypes.c_long]:
+def _shape(*tensors: Tensor) -> tuple[int, int]:
     """Rows of the first and the common width, after the checks that C cannot make."""
     assert all(t.is_contiguous() and t.dtype == torch.float32 and t.shape[1] == tensors[0].shape[1] for t in tensors)
-    return ctypes.c_long(tensors[0].shape[0]), ctypes.c_long(tensors[0].shape[1])
+    return tensors[0].shape[0], tensors[0].shape[1]

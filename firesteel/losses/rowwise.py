@@ -1,20 +1,24 @@
-"""The elementwise half of the fused loss: plain functions of a few rows of logits, eager on cache-sized tiles or compiled.
+"""The elementwise half of the fused loss, as plain functions of a few rows of logits.
 
 Three passes: `normalise_teacher` (once per teacher row), `normalise_draft`, `finish` (terms and gradient). All write in place.
+`Kernels` runs them: in C (`native.py`), through Inductor, or eagerly on tiles that stay in cache.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import os
-import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from firesteel.losses import native
+
+Pass = Callable[..., tuple[Tensor, ...]]
 
 TILE_ELEMENTS = 1 << 18  # eager CPU tiles: a few float32 temporaries of 1 MB stay in the caches
 
@@ -63,7 +67,17 @@ def normalise_draft(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
 
 
 def finish(
-    x: Tensor, lognorm: Tensor, top: Tensor, teacher: Tensor, place: Tensor, mass: Tensor, teacher_top: Tensor, ce: Tensor, weight: Tensor, mix: Tensor, terms: Terms
+    x: Tensor,
+    lognorm: Tensor,
+    top: Tensor,
+    place: Tensor,
+    mass: Tensor,
+    teacher_top: Tensor,
+    ce: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    mix: Tensor,
+    terms: Terms,
 ) -> tuple[Tensor, ...]:
     """Terms of n slots, and the gradient of their weighted sum.
 
@@ -71,10 +85,11 @@ def finish(
         x: `[n, V]` capped draft logits; replaced by the gradient with respect to the logits before the cap
             (less the true token's own entry of the cross entropy) where `terms.gradient`.
         lognorm, top: `[n]` from `normalise_draft`.
-        teacher: `[*, V]` buffer of p_t or log p_t; slot i's is row `place[i]`.
-        mass, teacher_top: `[n]` of the slot's teacher row.
+        place: `[n]` the slot's row of `teacher`.
+        mass, teacher_top: `[n]` of that row, from `normalise_teacher`.
         ce: `[n]` factor of p_d in the gradient of the cross entropy: its loss weight, or 0 where the label is unknown.
         weight: `[n]` slot weight / denominator.
+        teacher: `[*, V]` buffer of p_t or log p_t.
         mix: `[4]` factors of TV, KL, reverse KL, JSD.
 
     Returns:
@@ -121,41 +136,58 @@ def finish(
 
 
 class Kernels:
-    """The three functions, compiled where asked for and possible, else run on tiles of rows that stay in cache."""
+    """The three passes by the fastest means at hand: C on CPU or Inductor elsewhere if `compiled`, else eager tiles of rows that stay in cache."""
 
-    def __init__(self, *, compiled: bool, device: torch.device) -> None:
-        self._compiled = compiled and True
-        self._tiled = device.type == "cpu"
+    def __init__(self, terms: Terms, like: Tensor, *, compiled: bool) -> None:
+        self.terms = terms
+        self._native = compiled and native.usable(like, terms.jsd)
+        self._inductor = compiled and like.device.type != "cpu"
+        self._tile = TILE_ELEMENTS if like.device.type == "cpu" else sys.maxsize
 
-    def normalise_teacher(self, logits: Tensor, out: Tensor, lognorm: Tensor | None, softcap: float | None, log_teacher: bool) -> tuple[Tensor, Tensor]:
-        got = self._call(normalise_teacher, (logits, out, lognorm), (softcap, log_teacher))
-        return got[0], got[1]
+    def normalise_teacher(self, logits: Tensor, out: Tensor, lognorm: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
+        if self._native:
+            return native.normalise_teacher(logits, out, lognorm, softcap, self.terms.log_teacher)
+        mass, top = self._call(normalise_teacher, (logits, out, lognorm), (), (softcap, self.terms.log_teacher))
+        return mass, top
 
-    def normalise_draft(self, x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-        got = self._call(normalise_draft, (x,), (softcap,))
-        return got[0], got[1]
+    def normalise_draft(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._native:
+            return native.normalise_draft(x, self.terms.softcap)
+        norm, top = self._call(normalise_draft, (x,), (), (self.terms.softcap,))
+        return norm, top
 
-    def finish(
-        self, x: Tensor, lognorm: Tensor, top: Tensor, teacher: Tensor, place: Tensor, mass: Tensor, teacher_top: Tensor, ce: Tensor, weight: Tensor, mix: Tensor, terms: Terms
-    ) -> tuple[Tensor, ...]:
-        return self._call(finish, (x, lognorm, top, _Whole(teacher), place, mass, teacher_top, ce, weight, _Whole(mix)), (terms,))
+    def finish(self, rows: tuple[Tensor, ...], teacher: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
+        """`rows`: x, lognorm, top, place, mass, teacher_top, ce, weight. Returns tv, agree, kl, reverse_kl, jsd."""
+        if self._native:
+            got = native.finish(rows, teacher, mix, self.terms.softcap, self.terms.log_teacher, self.terms.gradient)
+            return *got, torch.zeros_like(got[0])
+        return self._call(finish, rows, (teacher, mix), (self.terms,))
 
-    def _call(self, function: Callable[..., tuple[Tensor, ...]], rowwise: tuple[Any, ...], fixed: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run on all rows at once (compiled, CUDA) or tile by tile; `_Whole` arguments are not cut."""
-        x: Tensor = rowwise[0]
-        rows = x.shape[0]
-        if self._compiled and rows > 1:
-            return _compiled(function)(*(a.tensor if isinstance(a, _Whole) else a for a in rowwise), *fixed)
-        step = max(1, TILE_ELEMENTS // x.shape[1]) if self._tiled else rows
-        parts = [
-            function(*(a.tensor if isinstance(a, _Whole) else None if a is None else a[i : i + step] for a in rowwise), *fixed) for i in range(0, rows, step)
-        ]
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-
-@dataclass
-class _Whole:
-    tensor: Tensor
+    def _call(self, function: Pass, rows: tuple[Tensor | None, ...], whole: tuple[Tensor, ...], fixed: tuple[object, ...]) -> tuple[Tensor, ...]:
+        """Run on all rows at once (Inductor, or a device with memory to spare) or tile by tile."""
+        x = rows[0]
+        assert x is not None
+        if self._inductor and x.shape[0] > 1:  # Inductor makes a special case of one row
+            return _inductor(function)(*rows, *whole, *fixed)
+        step = max(1, self._tile // x.shape[1])
+        tiles = [function(*(None if a is None else a[i : i + step] for a in rows), *whole, *fixed) for i in range(0, x.shape[0], step)]
+        return tiles[0] if len(tiles) == 1 else tuple(torch.cat(column) for column in zip(*tiles, strict=True))
 
 
-_cache: dict[Any, Any] = {}
+@functools.cache
+def _inductor(function: Pass) -> Pass:
+    """Compiled for any number of rows; where that fails, the function itself from then on, with one warning."""
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    works = True
+
+    def run(*args: object) -> tuple[Tensor, ...]:
+        nonlocal works
+        if works:
+            try:
+                return compiled(*args)
+            except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as e:
+                works = False
+                warnings.warn(f"torch.compile failed ({type(e).__name__}): the loss runs uncompiled, somewhat slower", stacklevel=2)
+        return function(*args)
+
+    return run

@@ -68,7 +68,7 @@ class Teacher:
 
     states: Tensor
     weight: Tensor
-    head: Head = Head()  # noqa: RUF009 - frozen
+    head: Head = Head()
     lognorm: Tensor | None = None
 
 

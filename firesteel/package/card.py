@@ -10,25 +10,28 @@ import yaml
 
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
 from firesteel.package.contract import Contract, Promise
+from firesteel.package.export import Exported
 
 ABSENT = "not measured"
 
 
-def make_card(config: DraftConfig, contract: Contract, numbers: Mapping[str, Any], *, model_path: str) -> str:
+def model_card(config: DraftConfig, contract: Contract, *, numbers: Mapping[str, Any] | None, training: Mapping[str, Any] | None, exported: Exported) -> str:
     """The card as Markdown with a YAML front matter.
 
     Args:
-        numbers: measured results, by the keys of `report.json`: `acceptance_length`, `domains`, `speedup`, `training`, `run`;
-            any of them may be missing, null or empty.
-        model_path: what vLLM is told to load.
+        numbers: measured results, any of them missing or None: `acceptance_length`, `acceptance_length_interval`, `draft_length`, `requests`,
+            `temperature`, `acceptance_length_by_domain` {name: length}, `speedup`, `speedup_interval`, `speedup_draft_length`, `machine`, `cores`.
+        training: how it was trained, any of them missing or None: `steps`, `epochs`, `train_seconds`, `documents`, `tokens`, `best_step`,
+            `coverage` (share of the answers' tokens that a reduced vocabulary holds).
+        exported: what was written.
     """
     sections = [
         _front_matter(config, contract),
         f"# {_title(config)} drafter for {contract.target_name}",
-        _what(config, contract),
-        "## Numbers\n\n" + _numbers(contract, numbers),
-        "## How it was trained\n\n" + _training(config, contract, numbers),
-        "## How to serve it\n\n" + _serving(config, contract, model_path),
+        _what(config, contract, exported),
+        "## Numbers\n\n" + _numbers(contract, numbers or {}),
+        "## How it was trained\n\n" + _training(config, contract, training or {}),
+        "## How to serve it\n\n" + _serving(config, contract),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in limits(config, contract)),
     ]
     return "\n\n".join(sections) + "\n"
@@ -86,57 +89,57 @@ def _title(config: DraftConfig) -> str:
     return {"dspark": "DSpark", "dflash": "DFlash"}[config.algorithm]
 
 
-def _what(config: DraftConfig, contract: Contract) -> str:
+def _what(config: DraftConfig, contract: Contract, exported: Exported) -> str:
     heads = []
     if config.markov_rank:
         heads.append(f"a {config.markov_head} Markov head of rank {config.markov_rank}")
     if config.confidence_head:
         heads.append("a confidence head")
     return (
-        f"Drafts {config.num_drafts} tokens per round for [{contract.target_name}] ({contract.target_architecture}): {config.num_layers} layers of width "
+        f"Drafts {config.num_drafts} tokens per round for {contract.target_name} ({contract.target_architecture}): {config.num_layers} layers of width "
         f"{config.hidden_size}, fed with the target's hidden states {list(config.layer_ids)}{', ' if heads else ''}{' and '.join(heads)}. "
-        f"Embedding and LM head are the target's own."
+        f"{exported.parameters:,} trained parameters in {exported.file_bytes / 1e6:,.1f} MB; embedding and LM head are the target's own."
     )
 
 
 def _numbers(contract: Contract, numbers: Mapping[str, Any]) -> str:
-    overall, speed = numbers.get("acceptance_length"), numbers.get("speedup")
+    length, speed = numbers.get("acceptance_length"), numbers.get("speedup")
+    measured = [f"{numbers[key]} {word}" for key, word in (("requests", "prompts"), ("draft_length", "drafts a round")) if numbers.get(key) is not None]
+    if numbers.get("temperature") is not None:
+        measured.append(f"temperature {numbers['temperature']:g}")
+    timed = ["one prompt at a time"] if speed is not None else []
+    if speed is not None and numbers.get("speedup_draft_length") is not None:
+        timed.append(f"{numbers['speedup_draft_length']} drafts a round")
     lines = [
         "| | value | 95% interval | from |",
         "|---|---|---|---|",
-        f"| Acceptance length, pooled: 1 + accepted / rounds | {_value(overall)} | {_interval(overall)} | {_basis(overall)} |",
+        f"| Acceptance length, pooled: 1 + accepted / rounds | {_value(length)} | {_interval(numbers, 'acceptance_length')} | {_list(measured)} |",
         f"| Acceptance length in validation (the promise) | {_promise(contract.promise)} |",
-        f"| Speed-up of decoding over the plain target | {_value(speed, 'x')} | {_interval(speed)} | {_speed_basis(speed)} |",
+        f"| Speed-up of decoding over the plain target | {_value(speed, 'x')} | {_interval(numbers, 'speedup')} | {_list(timed)} |",
+        "",
     ]
-    domains = numbers.get("domains") or {}
-    if not domains:
-        return "\n".join([*lines, "", f"By domain: {ABSENT}."])
-    lines += ["", "| domain | acceptance length | 95% interval | prompts | speed-up |", "|---|---|---|---|---|"]
-    for name, domain in domains.items():
-        length, faster = domain.get("acceptance_length"), domain.get("speed")
-        count = length["requests"] if length and "requests" in length else ABSENT
-        lines.append(f"| {name} | {_value(length)} | {_interval(length)} | {count} | {_value(faster, 'x')} |")
-    if machine := (numbers.get("run") or {}).get("machine"):
-        place = f"{machine['cpu']} ({machine['cores']} cores), {machine.get('accelerator') or 'no accelerator'}"
-        lines += ["", f"Measured on {place}; speed depends on the machine, acceptance does not."]
+    domains = numbers.get("acceptance_length_by_domain") or {}
+    if domains:
+        lines += ["| domain | acceptance length, pooled |", "|---|---|", *(f"| {name} | {_value(value)} |" for name, value in domains.items())]
+    else:
+        lines.append(f"By domain: {ABSENT}.")
+    if numbers.get("machine") is not None:
+        cores = "" if numbers.get("cores") is None else f" ({numbers['cores']} cores)"
+        lines += ["", f"Measured on {numbers['machine']}{cores}; speed depends on the machine, acceptance does not."]
     return "\n".join(lines)
 
 
-def _value(part: Mapping[str, Any] | None, unit: str = "") -> str:
-    return ABSENT if not part or part.get("pooled") is None else f"{part['pooled']:.2f}{unit}"
+def _value(number: float | None, unit: str = "") -> str:
+    return ABSENT if number is None else f"{number:.2f}{unit}"
 
 
-def _interval(part: Mapping[str, Any] | None) -> str:
-    interval = part.get("interval") if part else None
+def _interval(numbers: Mapping[str, Any], name: str) -> str:
+    interval = numbers.get(f"{name}_interval")
     return ABSENT if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _basis(part: Mapping[str, Any] | None) -> str:
-    return ABSENT if not part else f"{part.get('requests', '?')} prompts, {part.get('draft_length', '?')} drafts a round"
-
-
-def _speed_basis(part: Mapping[str, Any] | None) -> str:
-    return ABSENT if not part else f"{part.get('prompts', '?')} prompts, one at a time, {part.get('draft_length', '?')} drafts a round"
+def _list(parts: list[str]) -> str:
+    return ", ".join(parts) or ABSENT
 
 
 def _promise(promise: Promise | None) -> str:
@@ -146,20 +149,23 @@ def _promise(promise: Promise | None) -> str:
     return f"{promise.acceptance_length:.2f} | {ABSENT} | {basis}"
 
 
-def _training(config: DraftConfig, contract: Contract, numbers: Mapping[str, Any]) -> str:
-    facts = (numbers.get("training") or {}).get(config.algorithm) or {}
-    steps, seconds, tokens = facts.get("steps"), facts.get("seconds"), facts.get("tokens")
+def _training(config: DraftConfig, contract: Contract, training: Mapping[str, Any]) -> str:
+    seconds, coverage = training.get("train_seconds"), training.get("coverage")
+    covered = "" if coverage is None or not config.reduced_vocab else f", {coverage:.1%} of the answers' tokens"
     softcap = "no soft-cap" if contract.target_softcap is None else f"soft-cap {contract.target_softcap:g}"
     anchor = "sampling from the anchor" if config.sample_from_anchor else "the anchor slot predicts nothing"
     window = f" (window {config.sliding_window})" if SLIDING in config.layer_types else ""
     rows = {
         "Answers": f"written by the target itself (thinking mode: {contract.thinking or 'as the chat template has it'})",
-        "Optimiser steps": ABSENT if steps is None else f"{steps:,}",
+        "Documents": _count(training.get("documents")),
+        "Tokens": _count(training.get("tokens")),
+        "Passes over them": _value(training.get("epochs")),
+        "Optimiser steps": _count(training.get("steps")),
+        "Best step, by acceptance length": _count(training.get("best_step")),
         "Training time": ABSENT if seconds is None else f"{seconds / 60:.1f} minutes",
-        "Tokens seen": ABSENT if tokens is None else f"{tokens:,}",
         "Block": f"{config.block_size} slots, {anchor}, {'causal' if config.causal else 'bidirectional'}",
         "Attention over the context": ", ".join(t.removesuffix("_attention") for t in config.layer_types) + window,
-        "Vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
+        "Vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens{covered}",
         "Target's logits": f"{softcap}, scale {contract.target_logit_scale:g}",
         "Confidence temperatures": ", ".join(f"{t:.2f}" for t in contract.temperatures) or ABSENT,
         "Software": ", ".join(f"{name} {version}" for name, version in contract.versions.items()) or ABSENT,
@@ -167,8 +173,12 @@ def _training(config: DraftConfig, contract: Contract, numbers: Mapping[str, Any
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def _serving(config: DraftConfig, contract: Contract, model_path: str) -> str:
-    text = json.dumps(speculative_config(config, contract, model_path))
+def _count(number: int | None) -> str:
+    return ABSENT if number is None else f"{number:,}"
+
+
+def _serving(config: DraftConfig, contract: Contract) -> str:
+    text = json.dumps(speculative_config(config, contract, "PATH_OF_THIS_FOLDER"))
     # A `pypi:` name is Firesteel's own; vLLM wants a folder or a hub name.
     name = "PATH_OF_THE_TARGET" if contract.target_name.startswith("pypi:") else contract.target_name
     return (

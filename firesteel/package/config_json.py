@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.contract import Contract, window_of
-from firesteel.package.keys import ALGORITHMS, check_algorithm
+from firesteel.package.keys import ALGORITHMS, check_algorithm, sees_markov
 
 FORMAT_VERSION = "0.9.0"
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
@@ -44,7 +44,12 @@ def to_speculators(config: DraftConfig, contract: Contract, dtype: torch.dtype) 
 
     `is_causal` is written where a reader would otherwise guess: sliding layers count as causal in vLLM. A `pypi:` name of
     the target means nothing to other readers, so the verifier then has no name.
+
+    Raises:
+        CheckpointError: a precision or a scaling of RoPE that the file cannot express.
     """
+    if config.rope_scaling is not None and config.rope_scaling.get("rope_type", "default") == "default":
+        raise CheckpointError(f"rope_scaling {config.rope_scaling} names no rope_type: other readers would not scale")
     name = dtype_name(dtype)
     slides = SLIDING in config.layer_types
     layers: dict[str, Any] = {
@@ -101,7 +106,7 @@ def to_speculators(config: DraftConfig, contract: Contract, dtype: torch.dtype) 
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head,
             "enable_confidence_head": config.confidence_head,
-            "confidence_head_with_markov": config.confidence_with_markov,
+            "confidence_head_with_markov": sees_markov(config),
         }
     return data
 
@@ -132,6 +137,8 @@ def from_speculators(data: dict[str, Any], *, where: str) -> Described:
     layers, spec = top.transformer_layer_config, top.speculators_config
     if spec.algorithm != kind:
         raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, speculators_config.algorithm is {spec.algorithm!r}")
+    if isinstance(top, _DSpark) and top.enable_confidence_head and top.confidence_head_with_markov and not top.markov_rank:
+        raise CheckpointError(f"{where}: confidence_head_with_markov is true, but markov_rank is 0: there is no Markov embedding to read")
     types = _layer_types(layers, where)
     window = _window(layers, types, where)
     theta, scaling = _rope(layers, where)
@@ -289,7 +296,7 @@ class _DFlash(_Read):
 
     speculators_config: _Algorithm
     transformer_layer_config: _Layers
-    aux_hidden_state_layer_ids: tuple[int, ...]
+    aux_hidden_state_layer_ids: tuple[int, ...] = Field(min_length=1)
     mask_token_id: int
     block_size: int
     draft_vocab_size: int

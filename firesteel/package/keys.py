@@ -70,6 +70,11 @@ def vocab_keys(config: DraftConfig) -> dict[str, Key]:
     return {HEAD: Key((small, config.hidden_size)), D2T: Key((small,), "index"), T2D: Key((large,), "mask")}
 
 
+def sees_markov(config: DraftConfig) -> bool:
+    """Whether the confidence head reads the Markov embedding of the predecessor; without a Markov head there is none to read."""
+    return config.confidence_with_markov and config.markov_rank > 0
+
+
 def check_algorithm(config: DraftConfig) -> None:
     """Refuse heads that contradict the algorithm or each other.
 
@@ -85,10 +90,6 @@ def check_algorithm(config: DraftConfig) -> None:
         )
     if config.markov_rank and config.markov_head not in MARKOV_HEADS:
         raise CheckpointError(f"markov_head {config.markov_head!r} is unknown; known are {', '.join(MARKOV_HEADS)}", mend="set drafter.markov_head")
-    if config.confidence_head and config.confidence_with_markov and not config.markov_rank:
-        raise CheckpointError(
-            "confidence_with_markov=True needs markov_rank > 0, found 0: there is no Markov embedding to see", mend="set drafter.confidence_with_markov=false"
-        )
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Key], *, what: str) -> None:
@@ -121,7 +122,7 @@ def _head_keys(config: DraftConfig) -> dict[str, Key]:
             keys |= {"markov_head.joint_proj.weight": Key((3 * r, 2 * r + h)), "markov_head.joint_proj.bias": Key((3 * r,))}
     if config.confidence_head:
         # One row of full precision: it costs nothing, and its sigmoid is what calibration sharpens.
-        width = h + r if config.confidence_with_markov else h
+        width = h + r if sees_markov(config) else h
         keys |= {"confidence_head.proj.weight": Key((1, width), "float32"), "confidence_head.proj.bias": Key((1,), "float32")}
     return keys
 

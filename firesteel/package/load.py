@@ -166,7 +166,7 @@ def _compare(ours: DraftConfig, theirs: DraftConfig, folder: Path) -> None:
         theirs = replace(theirs, sliding_window=ours.sliding_window)
     if not ours.markov_rank:
         theirs = replace(theirs, markov_head=ours.markov_head)
-    if not ours.confidence_head:
+    if not (ours.confidence_head and ours.markov_rank):
         theirs = replace(theirs, confidence_with_markov=ours.confidence_with_markov)
     for f in fields(DraftConfig):
         one, other = getattr(ours, f.name), getattr(theirs, f.name)

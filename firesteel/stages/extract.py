@@ -76,6 +76,8 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact, responses: Arti
     line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {size / 1e6:.0f} MB")
     store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
     bad = _capture_all(line, every, store)
+    if isinstance(store, DiskStore):
+        store.sweep()
     worst = check_logits(target, store, [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance)
     line.screen.say(f"hidden: logits recomputed from stored states differ from the target's by at most {worst:.4f} (total variation)")
     index = {s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if d.key in store] for s, docs in documents.items()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from firesteel.kernels.packed import PackedLinear
 from firesteel.target.head import decoder, final_norm
 
 # Rotary kinds whose frequencies do not depend on the length of the sequence: a table may be made once.
@@ -25,44 +26,21 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION_PARTS = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
-# oneDNN picks a weight layout for a number of rows; few rows is what decoding has.
-_PACK_ROWS = 8
-
-
-@dataclass
-class Packed:
-    """A linear layer with its weight in oneDNN's own blocked layout."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def plain(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`; below with SiLU, a product or a sum in the same kernel."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
 
 
 @dataclass
 class _Layer:
     input_norm: Tensor
     input_eps: float
-    qkv: Packed
+    qkv: PackedLinear
     qk_norm: tuple[Tensor, float] | None  # [H + Hkv, D] weights of q and k norms, permuted as the rows of qkv are
     scale: float
-    out: Packed
+    out: PackedLinear
     mlp_norm: Tensor
     mlp_eps: float
-    gate: Packed
-    up: Packed
-    down: Packed
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
     keys: Tensor  # [Hkv, max_length, D]
     values: Tensor
 
@@ -128,7 +106,7 @@ class LeanDecoder:
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.norm, self.eps = norm.weight.detach(), _epsilon(norm)
         head = model.get_output_embeddings()
-        self.head = pack(head.weight, head.bias)
+        self.head = PackedLinear(head.weight, head.bias)
         # Rotation of the first and second half of a head in pairs, as a complex product: [max_length, D/2].
         cos, sin = inner.rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
         if cos.shape[-1] != self.dim:
@@ -157,7 +135,7 @@ class LeanDecoder:
         for i, layer in enumerate(self.layers):
             if i in self.layer_ids:
                 states[i] = x
-            y = layer.qkv.plain(F.rms_norm(x, layer.input_norm.shape, layer.input_norm, layer.input_eps)).view(n, heads, dim)
+            y = layer.qkv(F.rms_norm(x, layer.input_norm.shape, layer.input_norm, layer.input_eps)).view(n, heads, dim)
             if layer.qk_norm is not None:
                 weight, eps = layer.qk_norm
                 torch.mul(F.rms_norm(y[:, :rotated], (dim,), None, eps), weight, out=y[:, :rotated])
@@ -178,7 +156,7 @@ class LeanDecoder:
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
         states[len(self.layers)] = x
         last = F.rms_norm(x[n - keep :], self.norm.shape, self.norm, self.eps)
-        return self.head.plain(last), torch.cat([states[i] for i in self.layer_ids], dim=-1)
+        return self.head(last), torch.cat([states[i] for i in self.layer_ids], dim=-1)
 
     def _layer(self, layer: Any, max_length: int) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -197,24 +175,18 @@ class LeanDecoder:
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
             input_eps=_epsilon(layer.input_layernorm),
-            qkv=pack(weight, bias),
+            qkv=PackedLinear(weight, bias),
             qk_norm=qk_norm,
             scale=float(attention.scaling),
-            out=pack(attention.o_proj.weight, attention.o_proj.bias),
+            out=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             mlp_eps=_epsilon(layer.post_attention_layernorm),
-            gate=pack(mlp.gate_proj.weight, mlp.gate_proj.bias),
-            up=pack(mlp.up_proj.weight, mlp.up_proj.bias),
-            down=pack(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate=PackedLinear(mlp.gate_proj.weight, mlp.gate_proj.bias),
+            up=PackedLinear(mlp.up_proj.weight, mlp.up_proj.bias),
+            down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
             keys=torch.zeros(self.kv_heads, max_length, self.dim),
             values=torch.zeros(self.kv_heads, max_length, self.dim),
         )
-
-
-def pack(weight: Tensor, bias: Tensor | None) -> Packed:
-    """Copy a `[out, in]` float32 weight into oneDNN's layout for few rows."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-    return Packed(packed, None if bias is None else bias.detach())
 
 
 def _epsilon(norm: Any) -> float:

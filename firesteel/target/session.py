@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from firesteel.errors import TargetError
-from firesteel.target.lean import LeanDecoder, lean_refusal, pack
+from firesteel.kernels.packed import pack_linears
+from firesteel.target.lean import LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 from firesteel.target.spec import check_layer_ids
 
@@ -202,26 +203,10 @@ def _packable(model: Any) -> bool:
     return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in weights) and _memory_for_copy(model)
 
 
-class _PackedModule(nn.Module):
-    """Stands in for a frozen linear layer."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.packed = pack(linear.weight, linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed.plain(x)
-
-
 def _packed_copy(model: Any) -> Any:
     """The same model with packed linear layers; all other parameters and buffers are shared, and the original stays as it is."""
     shared: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, shared)
-    for module in list(twin.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, _PackedModule(child))
-    return twin
+    return pack_linears(copy.deepcopy(model, shared))
 
 
 def _memory_for_copy(model: Any) -> bool:

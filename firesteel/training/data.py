@@ -39,7 +39,7 @@ class BatchSource:
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned[0] != epoch:
             plan = plan_epoch(self.lengths, self.batch_tokens, seeded(self.seed, _ORDER, epoch))
-            # All epochs count as many batches as the first, so that a batch number names an epoch: a longer plan's surplus waits for a later one.
+            # All epochs count as many batches as the first, so that a batch number names an epoch: a longer plan loses its last batches, a shorter one repeats some.
             self._planned = epoch, (plan + plan)[: self.per_epoch]
         return self._planned[1]
 

@@ -92,7 +92,7 @@ def train(job: TrainJob) -> TrainResult:
             optimizers.zero_grad()
             results = [_backward(job, batch, weights) for batch in job.source.take(progress.batch, job.train.accumulate)]
             norm = float(nn.utils.clip_grad_norm_(job.drafter.parameters(), job.train.clip))
-            total = sum(float(r.loss) for r in results)
+            total = sum(float(r.loss.detach()) for r in results)
             if guard.admits(total, norm, progress.step + 1):
                 optimizers.step()
             progress.step += 1

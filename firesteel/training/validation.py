@@ -77,7 +77,7 @@ def validate(results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, samp
         accepted, rounds = replay(batch.document[batch.anchors], batch.anchors, survived.sum(1))
         sums.accepted += accepted
         sums.rounds += rounds
-        sums.loss += float(result.loss)
+        sums.loss += float(result.loss.detach())
         sums.batches += 1
         if keep_blocks and confidence is not None:
             sums.blocks.append((confidence[:, first:].float(), survived, valid))

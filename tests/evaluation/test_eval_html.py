@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from firesteel.evaluation.html import render_html, write_report
-from firesteel.evaluation.plots import LIGHT, PLOTS, render_plots, write_plots
+from firesteel.evaluation.plots import PLOTS, write_plots
 from firesteel.evaluation.report import read_report
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None)
@@ -52,6 +54,14 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_plots() -> Iterator[None]:
+    """Fewer pixels: the tests look at everything but sharpness."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firesteel.evaluation.plots.DPI", 40)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +131,23 @@ def test_all_text_is_escaped(bare_report: dict[str, Any]) -> None:
     assert page.text.count("alert(") >= 8
 
 
-def test_plots_are_png_of_phone_friendly_shape(full_report: dict[str, Any], tmp_path: Path) -> None:
-    paths = write_plots(full_report, tmp_path / "plots")
-    assert [p.stem for p in paths] == list(PLOTS)
-    for p in paths:
-        data = p.read_bytes()
-        assert data.startswith(b"\x89PNG\r\n\x1a\n")
-        width, height = struct.unpack(">II", data[16:24])
-        assert width == 1000
-        assert 600 <= height <= 1400
+def test_plots_fill_their_box_in_both_themes(full_page: str) -> None:
+    sizes = re.findall(r'<img src="data:image/png;base64,([^"]+)" width="(\d+)" height="(\d+)" alt="([^"]+)"', full_page)
+    dark = re.findall(r'srcset="data:image/png;base64,([^"]+)"', full_page)
+    assert len(sizes) == len(dark) == len(PLOTS)
+    for (light_png, width, height, alt), dark_png in zip(sizes, dark, strict=True):
+        for png in map(base64.b64decode, (light_png, dark_png)):
+            assert png.startswith(b"\x89PNG\r\n\x1a\n")
+            assert struct.unpack(">II", png[16:24]) == (int(width), int(height))
+        assert light_png != dark_png
+        assert 0.6 <= int(height) / int(width) <= 1.4
+        assert len(alt) > 40
 
 
-def test_plots_without_numbers_are_not_drawn(bare_report: dict[str, Any]) -> None:
-    assert set(render_plots(bare_report, LIGHT)) == {"acceptance_by_position", "acceptance_by_domain"}
+def test_plots_without_numbers_are_not_drawn(bare_report: dict[str, Any], tmp_path: Path) -> None:
+    paths = write_plots(bare_report, tmp_path / "plots")
+    assert [p.name for p in paths] == ["acceptance_by_position.png", "acceptance_by_domain.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
 
 
 def test_write_report(bare_report: dict[str, Any], bare_page: str, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from firesteel.evaluation.records import PLAIN, SpeedRecord
-from firesteel.evaluation.speed import speed, speed_by_length, speed_of_domain
+from firesteel.evaluation.schema import Cost, PositionRate, Positions
+from firesteel.evaluation.speed import expected_speedups, speed, speed_by_length, speed_of_domain
 
 
 def timed(prompt: str, arm: str, length: int, tokens: int, decode: float, *, prefill: float = 0.5, repeat: int = 0, domain: str = "qa") -> SpeedRecord:
@@ -90,3 +91,12 @@ def test_lengths_are_sorted_and_domains_separate() -> None:
     found = speed(both, drafter="dspark", draft_length=2, resamples=100, seed=0)
     assert found is not None
     assert found.prompts == 2
+
+
+def test_expected_speedups_by_hand() -> None:
+    rates = [PositionRate(position=k, accepted=a, of=10, rate=a / 10) for k, a in [(1, 6), (2, 3)]]
+    positions = Positions(unconditional=rates, conditional=[])
+    costs = [Cost(length=n, verify_ms=v, draft_ms=d) for n, v, d in [(0, 20.0, None), (1, 22.0, 3.0), (2, 24.0, 4.0), (3, 26.0, 5.0)]]
+    assert expected_speedups(costs, positions) == pytest.approx({1: 1.6 * 20 / 25, 2: 1.9 * 20 / 28})  # position 3 was never drafted
+    assert expected_speedups(costs[1:], positions) == {}  # no plain step to compare with
+    assert expected_speedups([costs[0], costs[1].model_copy(update={"draft_ms": None})], positions) == {}

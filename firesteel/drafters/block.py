@@ -1,0 +1,120 @@
+"""BlockDrafter: the DFlash backbone, and with heads on it DSpark.
+
+Context features `c_p = hidden_norm(fc(aux_p))` enter keys and values of every layer; the block itself is the anchor's embedding
+followed by the mask token's. Embedding and LM head are the target's: they are passed in, and no parameter of this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from firesteel.batches.batch import Batch
+from firesteel.drafters.attention import Attend, Path, make_attend, make_geometry
+from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.heads import ConfidenceHead, MarkovHead
+from firesteel.drafters.init import init_random
+from firesteel.drafters.layers import DraftLayer, RMSNorm
+from firesteel.drafters.rope import Rope
+from firesteel.errors import CheckpointError, RecipeError
+from firesteel.kernels.linear import linear
+
+
+@dataclass
+class TrainingRows:
+    """What a loss needs; logits are the sum over pieces of `rows @ weight.T`, and never made here.
+
+    Attributes:
+        pieces: pairs of rows `[R, k]` and weight `[V_d, k]`, R = N*g in the order of `Batch.slots`.
+        confidence_logits: `[N, g]` or None.
+        z: `[N, g, h]` final hidden states of the slots (after the last norm).
+    """
+
+    pieces: list[tuple[Tensor, Tensor]]
+    confidence_logits: Tensor | None
+    z: Tensor
+
+
+class BlockDrafter(nn.Module):
+    """A drafter of blocks, freshly initialised.
+
+    Args:
+        config: shape and contract.
+        sparse_w1: give the Markov table W1 sparse gradients; of its V rows a step touches a few hundred.
+
+    Raises:
+        RecipeError, CheckpointError: the config asks for what does not exist.
+    """
+
+    def __init__(self, config: DraftConfig, *, sparse_w1: bool = False) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        self.rope = Rope(config)
+        self.fc = nn.Linear(len(config.layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config, sparse=sparse_w1) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        init_random(self)
+
+    def training_rows(self, batch: Batch, embed: Tensor, head: Tensor, *, attention: Path = "auto") -> TrainingRows:
+        """Teacher-forced forward pass over all blocks of a batch.
+
+        Args:
+            batch: T packed tokens, N blocks of g slots.
+            embed: `[V, h]` the target's embedding.
+            head: `[V_d, h]` rows of the target's LM head.
+            attention: implementation; all give the same up to rounding.
+        """
+        z = self.states(batch, embed, attention)
+        pieces = [(z.flatten(0, 1), head)]
+        e: Tensor | None = None
+        if self.markov_head is not None:
+            e = self.markov_head.embed(batch.previous_tokens(self.config.sample_from_anchor))
+            pieces.append((self.markov_head.rows(z, e, first=0 if self.config.sample_from_anchor else 1).flatten(0, 1), self.markov_head.markov_w2.weight))
+        confidence = None if self.confidence_head is None else self.confidence_head(z, e)
+        return TrainingRows(pieces, confidence, z)
+
+    def states(self, batch: Batch, embed: Tensor, attention: Path = "auto") -> Tensor:
+        """Final hidden states `[N, g, h]` of all slots."""
+        dtype, g = self.fc.weight.dtype, batch.block_size
+        positions = batch.position[batch.anchors][:, None] + torch.arange(g, device=batch.anchors.device)
+        block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.position, dtype)
+        context = self.hidden_norm(linear(batch.context.to(dtype), self.fc.weight))
+        x = self.block_inputs(batch.token_ids[batch.anchors], embed, g)
+        attends: dict[str, Attend] = {}
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            if kind not in attends:
+                window = self.config.sliding_window if kind == SLIDING else None
+                attends[kind] = make_attend(attention, make_geometry(batch, window, self.config.causal))
+            x = layer(x, context, block_table, context_table, attends[kind])
+        return self.norm(x)
+
+    def block_inputs(self, anchors: Tensor, embed: Tensor, block_size: int) -> Tensor:
+        """Anchor tokens `[N]` -> `[N, g, h]`: the anchor's embedding, then the mask token's."""
+        ids = anchors.new_full((anchors.shape[0], block_size), self.config.mask_token_id)
+        ids[:, 0] = anchors
+        return F.embedding(ids, embed).to(self.fc.weight.dtype)
+
+
+def _check(config: DraftConfig) -> None:
+    unknown = set(config.layer_types) - {FULL, SLIDING}
+    if unknown:
+        raise CheckpointError(f"layer type {sorted(unknown)[0]!r} is not known", mend=f"a block drafter has {FULL} and {SLIDING}")
+    if SLIDING in config.layer_types and config.block_size > config.sliding_window:
+        raise RecipeError(
+            f"drafter.sliding_window={config.sliding_window} is shorter than a block of {config.block_size}",
+            mend="set drafter.sliding_window higher or drafter.block_size lower",
+        )
+    if config.hidden_act != "silu":
+        raise CheckpointError(f"activation {config.hidden_act!r} is not known", mend="the MLP of a block drafter is SwiGLU (silu), which is what vLLM serves")
+    if config.hidden_size != config.target_hidden_size:
+        raise CheckpointError(
+            f"a drafter of width {config.hidden_size} cannot share embedding and LM head of a target of width {config.target_hidden_size}",
+            mend="the hidden size of a block drafter is the target's",
+        )

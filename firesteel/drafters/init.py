@@ -1,0 +1,73 @@
+"""How a drafter starts: from noise, or from the target's own last layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from firesteel.errors import RecipeError
+
+_STD = 0.02
+_COPIED = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+_COPIED_IF_THERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
+@torch.no_grad()
+def init_random(drafter: nn.Module) -> None:
+    """Matrices and W1 from normal(0, 0.02); norms are 1 and biases 0.
+
+    W2 is zero, so that a new DSpark is a DFlash and learns its bias from there (W1 gets a gradient as soon as W2 has moved).
+    The confidence head is zero: every confidence starts at 1/2, the middle of its logit.
+    """
+    for name, parameter in drafter.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif name.endswith("markov_w2.weight") or name.startswith("confidence_head"):
+            parameter.zero_()
+        else:
+            nn.init.normal_(parameter, std=_STD)
+
+
+@torch.no_grad()
+def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]], final_norm: Tensor | None = None) -> None:
+    """Copy the target's last decoder layers, and its final norm, into the drafter.
+
+    A target without q/k norms leaves the drafter's at 1; biases of the target's projections have no counterpart and are left out.
+
+    Args:
+        layers: state dict of each of the target's last `num_layers` layers, in order, with the names of Llama and Qwen.
+        final_norm: `[h]` weight of the norm before the LM head, which then gets states of the scale that it is used to.
+
+    Raises:
+        RecipeError: the target has too few layers, other names, or other shapes than the recipe gives the drafter.
+    """
+    mend = "set drafter.init=random, or take the target's sizes (drafter.intermediate_size, num_heads, num_kv_heads, head_dim empty)"
+    own = dict(drafter.named_parameters())
+    count = len({name.split(".")[1] for name in own if name.startswith("layers.")})
+    if len(layers) != count:
+        raise RecipeError(f"drafter.init=target: {len(layers)} target layers for drafter.num_layers={count}", mend="lower drafter.num_layers")
+    pairs: list[tuple[str, Tensor, Tensor]] = []
+    for number, source in enumerate(layers):
+        missing = [name for name in _COPIED if name not in source]
+        if missing:
+            raise RecipeError(f"drafter.init=target: the target's layers have no {missing[0]}", mend="set drafter.init=random")
+        pairs += [(f"layers.{number}.{name}", own[f"layers.{number}.{name}"], source[name]) for name in (*_COPIED, *_COPIED_IF_THERE) if name in source]
+    if final_norm is not None:
+        pairs.append(("norm.weight", own["norm.weight"], final_norm))
+    for name, parameter, value in pairs:  # all shapes first: a refused drafter is left as it was
+        if parameter.shape != value.shape:
+            raise RecipeError(f"drafter.init=target: {name} is {list(parameter.shape)} in the drafter and {list(value.shape)} in the target", mend=mend)
+    for _, parameter, value in pairs:
+        parameter.copy_(value)

@@ -1,0 +1,86 @@
+"""The parts of a draft layer, Qwen3-style. Parameter names are the keys of a checkpoint (vLLM's and speculators' format)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from firesteel.drafters.attention import Attend
+from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.rope import rotate
+from firesteel.kernels.linear import linear
+
+Table = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang & Sennrich 2019); statistics in float32 or wider."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(F.silu(linear(x, self.gate_proj.weight)) * linear(x, self.up_proj.weight), self.down_proj.weight)
+
+
+class Attention(nn.Module):
+    """Projections of block and context (DFlash, arXiv 2602.06036): `K = [W_K c ; W_K z]`, `V = [W_V c ; W_V z]`, queries of the block only."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def queries(self, x: Tensor, table: Table) -> Tensor:
+        """`[..., h]` -> `[..., H, D]`, normalised and rotated."""
+        q = linear(x, self.q_proj.weight).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(self.q_norm(q), table)
+
+    def keys_values(self, x: Tensor, table: Table) -> tuple[Tensor, Tensor]:
+        """`[..., h]` -> keys (normalised, rotated) and values, each `[..., Hkv, D]`; the same for context and block."""
+        k = linear(x, self.k_proj.weight).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = linear(x, self.v_proj.weight).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(self.k_norm(k), table), v
+
+    def out(self, mixed: Tensor) -> Tensor:
+        """`[..., H, D]` -> `[..., h]`."""
+        return linear(mixed.flatten(-2), self.o_proj.weight)
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer over block inputs; context features enter its keys and values as they are (no layer norm of their own)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: Tensor, block_table: Table, context_table: Table, attend: Attend) -> Tensor:
+        """`x [N, g, h]`, context features `[T, h]`, RoPE tables of both -> `[N, g, h]`."""
+        y = self.input_layernorm(x)
+        mixed = attend(self.self_attn.queries(y, block_table), self.self_attn.keys_values(context, context_table), self.self_attn.keys_values(y, block_table))
+        x = x + self.self_attn.out(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,218 @@
+"""BlockSession: a block drafter at work on one sequence.
+
+The session keeps keys and values of the context, made once per position as the target's states arrive; a draft then runs one
+block of g slots against them. It computes what `BlockDrafter.training_rows` computes for an anchor behind the same context.
+Batch 1, inference only. Weights are packed once: keep a session, and `rewind(0)` for the next sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.config import SLIDING
+from firesteel.drafters.layers import DraftLayer
+from firesteel.drafters.pick import TokenPicker
+from firesteel.errors import RecipeError, ResourceError
+from firesteel.kernels.packed import PackedLinear
+
+_FIRST_CAPACITY = 512  # positions of context to make room for at first; doubled as needed
+
+
+@dataclass
+class Draft:
+    """One drafted block.
+
+    Attributes:
+        tokens: n target ids, left to right.
+        probs: `[n, V_d]` the distribution that each token was drawn from, over the *draft* vocabulary, or None (greedy);
+            `BlockSession.expand` spreads it over the target's.
+        confidences: probability of each token to survive given that its prefix did, or None without a confidence head.
+    """
+
+    tokens: list[int]
+    probs: Tensor | None
+    confidences: list[float] | None
+
+
+class _Layer:
+    """Packed weights of one layer; queries, keys and values in one product."""
+
+    def __init__(self, layer: DraftLayer, windowed: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.windowed = windowed
+        self.input_norm, self.mlp_norm = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+        self.qkv = PackedLinear(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+        norms = [attention.q_norm.weight.expand(attention.heads, -1), attention.k_norm.weight.expand(attention.kv_heads, -1)]
+        self.qk_norm = torch.cat(norms).detach()  # [H + Hkv, D]
+        self.out = PackedLinear(attention.o_proj.weight)
+        self.gate, self.up, self.down = (PackedLinear(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
+class BlockSession:
+    """Drafts for one sequence.
+
+    Args:
+        drafter: trained module, which must not change meanwhile (most weights are packed copies).
+        embed: `[V, h]` the target's embedding.
+        head: `[V_d, h]` rows of the target's LM head, or the same already packed.
+        draft_to_target: `[V_d]` int64 target id of each draft id; None where the vocabularies are one.
+        max_length: most positions that will ever be observed.
+        confidence_temperatures: one per drafted position (sequential temperature scaling), or None for 1.
+
+    Raises:
+        RecipeError: tables or temperatures do not fit the drafter.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        drafter: BlockDrafter,
+        embed: Tensor,
+        head: Tensor | PackedLinear,
+        *,
+        draft_to_target: Tensor | None,
+        max_length: int,
+        confidence_temperatures: Sequence[float] | None = None,
+    ) -> None:
+        config = self.config = drafter.config
+        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self.max_length, self.length = max_length, 0
+        self._check(draft_to_target, confidence_temperatures)
+        self.draft_to_target = None if draft_to_target is None else draft_to_target.to(self.device)
+        self._eps, self._heads, self._kv, self._dim = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
+        self._first = 0 if config.sample_from_anchor else 1
+        self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
+        modules = [layer for layer in drafter.layers if isinstance(layer, DraftLayer)]
+        self._layers = [_Layer(layer, kind == SLIDING) for layer, kind in zip(modules, config.layer_types, strict=True)]
+        # Context features are the same for all layers: keys and values of all come out of one product, [L, k | v, Hkv, D].
+        self._context_kv = PackedLinear(torch.cat([w for layer in modules for w in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight)]))
+        self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in modules])[:, None]  # [L, 1, D]
+        cos, sin = drafter.rope.table(torch.arange(max_length + config.block_size, device=self.device), self.dtype)
+        self._cos, self._sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [P, 1, D], for x * cos + swapped(x) * sin
+        self._keys = torch.empty(config.num_layers, self._kv, 0, self._dim, dtype=self.dtype, device=self.device)
+        self._values = torch.empty_like(self._keys)
+        self._embed = embed.detach()
+        self._inputs = F.embedding(torch.full((config.block_size,), config.mask_token_id, device=self.device), self._embed).to(self.dtype)
+        packed_head = head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
+        self._picker = TokenPicker(packed_head, drafter.markov_head, drafter.confidence_head, self.draft_to_target, confidence_temperatures)
+
+    @torch.inference_mode()
+    def observe(self, aux: Tensor) -> None:
+        """Take the captured states `[n, m * d]` of the next n positions.
+
+        Raises:
+            ResourceError: more positions than `max_length`.
+        """
+        n, start = aux.shape[0], self.length
+        end = start + n
+        if end > self.max_length:
+            raise ResourceError(f"a drafting session for {self.max_length} positions was given {end}", mend="open the session with a higher max_length")
+        self._reserve(end + self.config.block_size)
+        features = F.rms_norm(self._fc(aux.to(self.device, self.dtype)), self._hidden_norm.shape, self._hidden_norm, self._eps)
+        both = self._context_kv(features).view(n, self.config.num_layers, 2, self._kv, self._dim)
+        keys = F.rms_norm(both[:, :, 0], (self._dim,), None, self._eps) * self._k_norms
+        keys = self._rotate(keys, self._cos[start:end, None], self._sin[start:end, None])
+        self._keys[:, :, start:end] = keys.permute(1, 2, 0, 3)
+        self._values[:, :, start:end] = both[:, :, 1].permute(1, 2, 0, 3)
+        self.length = end
+
+    @torch.inference_mode()
+    def draft(self, anchor: int, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Draft:
+        """Draft the tokens after `anchor`, which stands at position `length` and has no states yet.
+
+        Args:
+            anchor: target id of the last known token.
+            count: tokens to draft, 1 to `config.num_drafts`. The whole block runs whatever the count, as in training.
+            temperature: 0 is greedy; above, tokens are drawn from softmax(logits / temperature).
+            generator: of the draws, on the drafter's device.
+        """
+        if not 1 <= count <= self.config.num_drafts:
+            raise RecipeError(f"cannot draft {count} tokens with a block of {self.config.block_size}", mend=f"draft 1 to {self.config.num_drafts}")
+        z = self.states(anchor)[self._first : self._first + count]
+        picked = self._picker.pick(z, anchor, temperature, generator)
+        return Draft(picked.tokens, picked.probs, picked.confidences)
+
+    @torch.inference_mode()
+    def states(self, anchor: int) -> Tensor:
+        """Final hidden states `[g, h]` of the block behind `anchor`."""
+        g, start = self.config.block_size, self.length
+        end, rotated = start + g, self._heads + self._kv
+        self._reserve(end)
+        cos, sin = self._cos[start:end], self._sin[start:end]
+        masks: dict[bool, tuple[int, Tensor | None]] = {}
+        x = self._inputs.clone()
+        x[0] = self._embed[anchor]
+        for i, layer in enumerate(self._layers):
+            y = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, self._eps)
+            qkv = layer.qkv(y).view(g, rotated + self._kv, self._dim)
+            qk = self._rotate(F.rms_norm(qkv[:, :rotated], (self._dim,), None, self._eps) * layer.qk_norm, cos, sin)
+            # The block's own keys and values lie behind the context for the time of this call; the next one overwrites them.
+            self._keys[i, :, start:end] = qk[:, self._heads :].transpose(0, 1)
+            self._values[i, :, start:end] = qkv[:, rotated:].transpose(0, 1)
+            if layer.windowed not in masks:
+                masks[layer.windowed] = self._mask(layer.windowed)
+            low, mask = masks[layer.windowed]
+            # Query heads that share a key head become rows of it, so that keys need not be repeated.
+            q = qk[:, : self._heads].transpose(0, 1).reshape(1, self._kv, -1, self._dim)
+            seen = F.scaled_dot_product_attention(q, self._keys[None, i, :, low:end], self._values[None, i, :, low:end], attn_mask=mask)
+            x = layer.out.plus(seen.reshape(self._heads, g, self._dim).transpose(0, 1).reshape(g, -1), x)
+            y = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
+            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+        return F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+
+    def rewind(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        if not 0 <= length <= self.length:
+            raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
+        self.length = length
+
+    def expand(self, probs: Tensor) -> Tensor:
+        """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
+        if self.draft_to_target is None:
+            return probs
+        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
+
+    def _mask(self, windowed: bool) -> tuple[int, Tensor | None]:
+        """First position that any slot sees, and what each sees from there: None for everything, or `[rep * g, keys]` bool."""
+        g, start = self.config.block_size, self.length
+        low = max(0, start - self.config.sliding_window + 1) if windowed else 0
+        slides = windowed and start + g - 1 - low >= self.config.sliding_window
+        if not slides and not self.config.causal:
+            return low, None
+        query, key = torch.arange(start, start + g, device=self.device)[:, None], torch.arange(low, start + g, device=self.device)
+        seen = torch.ones(g, key.shape[0], dtype=torch.bool, device=self.device)
+        if slides:
+            seen &= query - key < self.config.sliding_window
+        if self.config.causal:
+            seen &= key <= query
+        return low, seen.repeat(self._heads // self._kv, 1)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + x.roll(self._dim // 2, dims=-1) * sin
+
+    def _reserve(self, positions: int) -> None:
+        """Make room for this many positions, keeping what is there."""
+        room = self._keys.shape[2]
+        if positions <= room:
+            return
+        room = min(max(positions, 2 * room, _FIRST_CAPACITY), self.max_length + self.config.block_size)
+        for name in ("_keys", "_values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_empty(old.shape[0], old.shape[1], room, old.shape[3])
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
+    def _check(self, draft_to_target: Tensor | None, temperatures: Sequence[float] | None) -> None:
+        c = self.config
+        if c.reduced_vocab and draft_to_target is None:
+            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
+        if draft_to_target is not None and draft_to_target.shape != (c.draft_vocab_size,):
+            raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {c.draft_vocab_size}")
+        if temperatures is not None and len(temperatures) != c.num_drafts:
+            raise RecipeError(f"{len(temperatures)} confidence temperatures for {c.num_drafts} drafted positions", mend="calibrate this drafter again")

@@ -74,7 +74,7 @@ class Step:
         self.optimizers.step()
         seconds = time.perf_counter() - started
         self.done += 1
-        return {"seconds": seconds, "loss": float(result.loss), "slots": int(result.valid.sum()), **self.meter.read()}
+        return {"seconds": seconds, "loss": float(result.loss.detach()), "slots": int(result.valid.sum()), **self.meter.read()}
 
     def save(self, path: str) -> dict[str, Any]:
         """Write the drafter's weights, for the other side to load."""
@@ -87,7 +87,7 @@ class Step:
         with torch.no_grad():
             # The peer divides by the number of slots that count, we by the sum of their weights.
             result, _logits = compute_loss(self.job, batch, self.weights, denominator=float((batch.slots >= 0).sum()))
-        return {"loss": float(result.loss), "slots": int(result.valid.sum())}
+        return {"loss": float(result.loss.detach()), "slots": int(result.valid.sum())}
 
 
 def as_sample(data: dict[str, Tensor], setting: dict[str, Any], fingerprint: str) -> HiddenSample:

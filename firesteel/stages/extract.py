@@ -134,7 +134,9 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
                 bad[e.message.replace(sample.key, "").strip()] += 1
             bar.advance(len(sample))
     if sum(bad.values()) > 0.1 * len(documents):
-        raise HiddenStateError(f"{sum(bad.values())} of {len(documents)} documents have bad hidden states; the last: {last}", mend="check target.layer_ids and target.dtype")
+        raise HiddenStateError(
+            f"{sum(bad.values())} of {len(documents)} documents have bad hidden states; the last: {last}", mend="check target.layer_ids and target.dtype"
+        )
     return bad
 
 

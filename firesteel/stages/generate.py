@@ -28,4 +28,6 @@ def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, te
     line.screen.say(answer_text(line.target.tokenizer, found.tokens, found.finish_reason))
     accepted = sum(r.accepted for r in found.rounds)
     pace = len(found.tokens) / max(found.seconds_decode, 1e-9)
-    line.screen.say(f"[{len(found.tokens)} tokens in {len(found.rounds)} rounds, {accepted} drafted, acceptance length {found.acceptance_length:.2f}, {pace:.1f} tokens/s]")
+    line.screen.say(
+        f"[{len(found.tokens)} tokens in {len(found.rounds)} rounds, {accepted} drafted, acceptance length {found.acceptance_length:.2f}, {pace:.1f} tokens/s]"
+    )

@@ -98,18 +98,25 @@ def _prove(line: Line, runtime: Runtime, store: HiddenStore, keys: list[str], pr
             prompt = sample.token_ids[: int(starts[0])].tolist()
             gaps = (~sample.loss_mask[int(starts[0]) :]).nonzero()[:, 0]
             answer = int(gaps[0]) if gaps.numel() else len(sample) - int(starts[0])
+            # An answer that the target ended itself is left to end again; one that was cut is cut at the same token.
+            ended = int(sample.token_ids[int(starts[0]) + answer - 1]) in line.target.spec.eos_ids
+            limit = answer + runtime.num_drafts + 1 if ended else answer
             found = decode_speculative(
-                runtime.target, runtime.session, prompt, draft_tokens=runtime.num_drafts, max_new_tokens=answer, eos_ids=line.target.spec.eos_ids
+                runtime.target, runtime.session, prompt, draft_tokens=runtime.num_drafts, max_new_tokens=limit, eos_ids=line.target.spec.eos_ids
             )
             accepted += sum(r.accepted for r in found.rounds)
             rounds += len(found.rounds)
             bar.advance()
     decoded = 1.0 + accepted / max(1, rounds)
-    line.screen.say(f"package: the exported folder decodes with acceptance length {decoded:.3f} on {len(keys)} validation prompts; validation promised {promised:.3f}")
+    line.screen.say(
+        f"package: the exported folder decodes with acceptance length {decoded:.3f} on {len(keys)} validation prompts; validation promised {promised:.3f}"
+    )
     if decoded - 1.0 < (promised - 1.0) * (1.0 - recipe.package.tolerance):
         raise VerificationError(
-            f"the exported drafter decodes with acceptance length {decoded:.3f}, validation promised {promised:.3f} on the same documents (package.tolerance={recipe.package.tolerance})",
-            mend="training and serving disagree; nothing was packaged. With sampled answers or few prompts chance can do this: raise package.proof_prompts or package.tolerance",
+            f"the exported drafter decodes with acceptance length {decoded:.3f}, validation promised {promised:.3f} on the same documents "
+            f"(package.tolerance={recipe.package.tolerance})",
+            mend="training and serving disagree; nothing was packaged. With sampled answers or few prompts chance can do this: "
+            "raise package.proof_prompts or package.tolerance",
         )
     return Proof(len(keys), promised, decoded, rounds)
 

@@ -46,7 +46,7 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     dropped, notes = Dropped(), Dropped()
     loaded: dict[str, list[Prompt]] = {}
     for split in ("train", "eval"):
-        found = load_sources(settings, split)  # type: ignore[arg-type]
+        found = load_sources(settings, split)
         loaded[split] = found.prompts
         dropped.merge(found.dropped)
         notes.merge(found.notes)

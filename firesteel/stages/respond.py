@@ -43,7 +43,11 @@ class _Job:
 def run(line: Line) -> Artifact:
     """Answer every training and validation prompt (held-out ones are answered while they are measured)."""
     prompts = line.input("prompts")
-    settings = {"responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers"}), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
+    settings = {
+        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers"}),
+        "seed": line.recipe.seed,
+        "target": prompts_stage.target_settings(line),
+    }
     if line.recipe.responses.answers is not None:
         file = find_answers_file(line.recipe.responses.answers)
         settings["answers"] = hash_file(file) if file.is_file() else None
@@ -120,7 +124,12 @@ def _turn(tokenizer: Any, answer: Answer) -> AnsweredTurn:
 
 def _summary(answers: Sequence[Answered]) -> dict[str, Any]:
     turns = [t for a in answers for t in a.turns]
-    return {"answers": len(answers), "turns": len(turns), "tokens": sum(len(t.token_ids) for t in turns), "finish_reasons": dict(Counter(t.finish_reason for t in turns))}
+    return {
+        "answers": len(answers),
+        "turns": len(turns),
+        "tokens": sum(len(t.token_ids) for t in turns),
+        "finish_reasons": dict(Counter(t.finish_reason for t in turns)),
+    }
 
 
 def _sentence(summary: dict[str, Any]) -> str:

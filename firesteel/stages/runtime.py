@@ -84,7 +84,13 @@ def open_trained(line: Line, algorithm: str) -> Runtime:
 
 
 def _runtime(
-    line: Line, drafter: BlockDrafter, target_ids: Tensor | None, head: Tensor | None, embed: Tensor | None, temperatures: Sequence[float], contract: Contract | None
+    line: Line,
+    drafter: BlockDrafter,
+    target_ids: Tensor | None,
+    head: Tensor | None,
+    embed: Tensor | None,
+    temperatures: Sequence[float],
+    contract: Contract | None,
 ) -> Runtime:
     target = line.target
     if head is None:

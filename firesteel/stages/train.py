@@ -79,14 +79,20 @@ def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | N
     layout = BlockLayout(config.block_size, config.sample_from_anchor, _slot_weights(line, config), vocab)
     listed = extract.read_index(hidden, "train")
     source = BatchSource(
-        store, [d.key for d in listed], [d.tokens for d in listed], layout, batch_tokens=recipe.train.batch_tokens, anchors=recipe.train.anchors, seed=recipe.seed
+        store,
+        [d.key for d in listed],
+        [d.tokens for d in listed],
+        layout,
+        batch_tokens=recipe.train.batch_tokens,
+        anchors=recipe.train.anchors,
+        seed=recipe.seed,
     )
     held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = BlockDrafter(config).to(line.target.device)
     if recipe.drafter.init == "target":
-        init_from_target(drafter, target_layers(line.target, config.num_layers), line.target.head.norm.weight)
-    return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, on_step)
+        init_from_target(drafter, target_layers(line.target, config.num_layers), line.target.norm_weight)
+    return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, line.target.spec.eos_ids, on_step)
 
 
 def take(listed: list[Listed], tokens: int) -> list[Listed]:

@@ -75,7 +75,7 @@ class LeanBatch(LeanDecoder):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, (), 1)
-        self._rotary = decoder(model).rotary_emb
+        self._rotary: Any = decoder(model).rotary_emb
         self._half = self.dim // 2
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class LeanBatch(LeanDecoder):
         mask = torch.zeros(b, 1, 1, n, end).masked_fill_(~seen[:, None, None], -torch.inf).expand(b, 1, group, n, end).reshape(b, 1, group * n, end)
         x = F.embedding(ids, self.embedding.weight)
         for i, layer in enumerate(self.layers):
-            y = layer.qkv.plain(F.rms_norm(x, layer.input_norm.shape, layer.input_norm, layer.input_eps)).view(b, n, heads, dim)
+            y = layer.qkv(F.rms_norm(x, layer.input_norm.shape, layer.input_norm, layer.input_eps)).view(b, n, heads, dim)
             if layer.qk_norm is not None:
                 weight, eps = layer.qk_norm
                 y = torch.cat([F.rms_norm(y[:, :, :rotated], (dim,), None, eps) * weight, y[:, :, rotated:]], dim=2)
@@ -126,7 +126,7 @@ class LeanBatch(LeanDecoder):
             y = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, layer.mlp_eps)
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
         self._end = end
-        return self.head.plain(F.rms_norm(x[:, -1], self.norm.shape, self.norm, self.eps))
+        return self.head(F.rms_norm(x[:, -1], self.norm.shape, self.norm, self.eps))
 
 
 def left_pad(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

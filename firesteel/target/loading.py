@@ -34,7 +34,9 @@ def resolve_target(settings: recipes.Target) -> str:
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")):
         if not (folder / "config.json").is_file():
-            raise TargetError(f"target.model={name}: {folder / 'config.json'} does not exist", mend="give a folder that holds config.json, weights and tokenizer")
+            raise TargetError(
+                f"target.model={name}: {folder / 'config.json'} does not exist", mend="give a folder that holds config.json, weights and tokenizer"
+            )
         if not any(any(folder.glob(p)) for p in _WEIGHTS):
             raise TargetError(f"target.model={name}: the folder has no weights (*.safetensors)", mend="finish the download, or give another folder")
         return str(folder)
@@ -55,7 +57,8 @@ def load_model(path: str, settings: recipes.Target) -> Any:
     except (OSError, ValueError, SafetensorError, RuntimeError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise TargetError(
-            f"target.model={settings.model} cannot be loaded: {first}", mend="an interrupted download leaves short files: delete the folder and fetch it again, or fix target.model"
+            f"target.model={settings.model} cannot be loaded: {first}",
+            mend="an interrupted download leaves short files: delete the folder and fetch it again, or fix target.model",
         ) from e
     model.requires_grad_(False)
     return model.eval().to(device)
@@ -66,7 +69,9 @@ def load_tokenizer(path: str, settings: recipes.Target) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as e:
-        raise TargetError(f"the tokenizer of target.model={settings.model} cannot be loaded: {str(e).splitlines()[0]}", mend="the folder needs tokenizer.json") from e
+        raise TargetError(
+            f"the tokenizer of target.model={settings.model} cannot be loaded: {str(e).splitlines()[0]}", mend="the folder needs tokenizer.json"
+        ) from e
     if settings.chat_template is not None:
         template = Path(settings.chat_template).expanduser()
         if not template.is_file():

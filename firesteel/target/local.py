@@ -33,6 +33,13 @@ class LocalTarget:
     def layers(self) -> nn.ModuleList:
         return decoder(self.model).layers
 
+    @property
+    def norm_weight(self) -> Tensor:
+        """`[d]` weight of the final norm."""
+        weight = self.head.norm.weight
+        assert isinstance(weight, Tensor), "a norm has a weight"
+        return weight
+
     def layer_ids(self, wanted: list[int] | str) -> tuple[int, ...]:
         """The recipe's `target.layer_ids`, checked; `auto` becomes the default picks."""
         ids = default_layer_ids(self.spec.num_layers) if isinstance(wanted, str) else tuple(wanted)

@@ -83,7 +83,9 @@ def read_spec(model: Any, name: str, eos_ids: tuple[int, ...]) -> TargetSpec:
             fingerprint=fingerprint(model),
         )
     except AttributeError as e:
-        raise TargetError(f"the config of target {name} lacks what a drafter needs: {e}", mend="the target must be a decoder-only causal language model") from None
+        raise TargetError(
+            f"the config of target {name} lacks what a drafter needs: {e}", mend="the target must be a decoder-only causal language model"
+        ) from None
 
 
 def fingerprint(model: Any) -> str:

@@ -21,7 +21,9 @@ class BatchSource:
         anchors: blocks of a batch at most.
     """
 
-    def __init__(self, store: HiddenStore, keys: Sequence[str], lengths: Sequence[int], layout: BlockLayout, *, batch_tokens: int, anchors: int, seed: int) -> None:
+    def __init__(
+        self, store: HiddenStore, keys: Sequence[str], lengths: Sequence[int], layout: BlockLayout, *, batch_tokens: int, anchors: int, seed: int
+    ) -> None:
         self.store, self.keys, self.lengths, self.layout, self.seed = store, list(keys), list(lengths), layout, seed
         self.batch_tokens, self.anchors = batch_tokens, anchors
         self._planned: tuple[int, list[list[int]]] = (-1, [])
@@ -39,7 +41,8 @@ class BatchSource:
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned[0] != epoch:
             plan = plan_epoch(self.lengths, self.batch_tokens, seeded(self.seed, _ORDER, epoch))
-            # All epochs count as many batches as the first, so that a batch number names an epoch: a longer plan loses its last batches, a shorter one repeats some.
+            # All epochs count as many batches as the first, so that a batch number names an epoch:
+            # a longer plan loses its last batches, a shorter one repeats some.
             self._planned = epoch, (plan + plan)[: self.per_epoch]
         return self._planned[1]
 

@@ -31,7 +31,8 @@ class FiniteGuard:
         self.skipped += 1
         if self.skipped > self.budget:
             raise TrainingError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; {self.skipped} steps were not finite, train.nonfinite_budget={self.budget} forgives no more",
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; {self.skipped} steps were not finite, "
+                f"train.nonfinite_budget={self.budget} forgives no more",
                 mend="lower train.lr, or look for bad rows with `firesteel check RECIPE`; the last good state is kept and the same command resumes from it",
             )
         return False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
+from firesteel.drafters.block import BlockDrafter
 from firesteel.losses.fused import fused_loss
 from firesteel.losses.types import LossResult, LossWeights, Teacher
 from firesteel.training.checkpoint import Progress, load_state, save_best, save_state
@@ -37,16 +38,18 @@ class TrainJob:
         source: the training batches; a batch depends on the seed and its number only.
         held_out: batches for validation (every eligible anchor).
         folder: where state, best weights and metrics are kept; a state found there is resumed.
+        eos_ids: tokens that end a text.
         on_step: called after each step with what a console shows.
     """
 
-    drafter: nn.Module
+    drafter: BlockDrafter
     tables: SharedTables
     source: BatchSource
     held_out: list[Batch]
     train: recipes.Train
     loss: recipes.Loss
     folder: Path
+    eos_ids: tuple[int, ...]
     on_step: Callable[[dict[str, Any]], None]
 
 
@@ -113,7 +116,7 @@ def train(job: TrainJob) -> TrainResult:
 
 def run_validation(job: TrainJob, *, keep_blocks: bool = False) -> Validation:
     """Evaluate the drafter as it is on the held-out batches."""
-    return validate(_evaluated(job), sample_from_anchor=job.drafter.config.sample_from_anchor, keep_blocks=keep_blocks)
+    return validate(_evaluated(job), sample_from_anchor=job.drafter.config.sample_from_anchor, eos_ids=job.eos_ids, keep_blocks=keep_blocks)
 
 
 def compute_loss(job: TrainJob, batch: Batch, weights: LossWeights, denominator: float | None = None) -> tuple[LossResult, Tensor | None]:

@@ -8,7 +8,7 @@ reference decoder reaches at temperature 0, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,11 +55,14 @@ class _Sums:
     blocks: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
-def validate(results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, sample_from_anchor: bool, keep_blocks: bool = False) -> Validation:
+def validate(
+    results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, sample_from_anchor: bool, eos_ids: Sequence[int], keep_blocks: bool = False
+) -> Validation:
     """Sum up evaluated batches (every eligible anchor of each document, no gradient).
 
     Args:
         results: batch, its loss, and confidence logits `[N, g]` or None.
+        eos_ids: tokens that end a text.
         keep_blocks: also return confidence logits and survival of every block.
     """
     sums = _Sums()
@@ -74,7 +77,8 @@ def validate(results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, samp
         accept = torch.where(valid, result.accept[:, first:], 0.0)
         sums.expected += float((1.0 + accept.cumprod(1).sum(1)).sum())
         sums.anchors += batch.anchors.shape[0]
-        accepted, rounds = replay(batch.document[batch.anchors], batch.anchors, survived.sum(1))
+        lengths = _kept(batch, survived.sum(1), valid.sum(1), eos_ids)
+        accepted, rounds = replay(batch.document[batch.anchors], batch.anchors, lengths)
         sums.accepted += accepted
         sums.rounds += rounds
         sums.loss += float(result.loss.detach())
@@ -94,6 +98,18 @@ def validate(results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, samp
         survived=blocks[1],
         valid=blocks[2],
     )
+
+
+def _kept(batch: Batch, accepted: Tensor, valid: Tensor, eos_ids: Sequence[int]) -> Tensor:
+    """`[N]` drafts that a round at each anchor keeps: all accepted ones, less the last token of an answer that was cut.
+
+    Decoding up to a token limit never drafts the last token: a round adds one of the target's own behind the drafts.
+    """
+    end = batch.anchors + valid
+    # Every eligible position is an anchor, so a block that ends where none is ends with its answer.
+    ends = ~torch.isin(end, batch.anchors)
+    cut = ends & ~torch.isin(batch.token_ids[end], torch.tensor(list(eos_ids), device=end.device))
+    return torch.where(cut & (accepted == valid), valid - 1, accepted)
 
 
 def replay(document: Tensor, anchors: Tensor, lengths: Tensor) -> tuple[int, int]:

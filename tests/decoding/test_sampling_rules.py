@@ -76,9 +76,7 @@ def test_accept_is_certain_at_one_and_never_at_zero():
     assert not _Fixed(0.0).accept(0.0)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "length"), [(0.0, 3), (0.71, 2), (0.72, 2), (0.73, 1), (0.95, 0)]
-)
+@pytest.mark.parametrize(("threshold", "length"), [(0.0, 3), (0.71, 2), (0.72, 2), (0.73, 1), (0.95, 0)])
 def test_verified_length_follows_the_product(threshold, length):
     assert verified_length([0.9, 0.8001, 0.5], threshold) == length
 

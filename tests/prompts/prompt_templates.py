@@ -13,7 +13,7 @@ SPECIALS = [
 ]  # fmt: skip
 CORPUS = [
     "user system assistant model tool\n\nYou are helpful.\n",
-    "<think>\n\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}\n</tool_call>",
+    '<think>\n\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
     "The answer is four, because two and two are four. Hello, hello there!\n\n\n  indented\n    more\n",
     "Grüße aus Köln: naïve café, 你好, привет",
 ] * 4

@@ -137,9 +137,7 @@ def test_builtin_domains_are_interleaved(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_sources_of_a_recipe_by_split(tmp_path: Path) -> None:
     train, held = write(tmp_path / "t.jsonl", {"prompt": "a"}, "{"), write(tmp_path / "h.jsonl", {"prompt": "b"}, "{")
-    settings = Prompts(
-        sources=[Source(path=str(train)), Source(path=str(held), split="eval"), Source(synthesize=3)], max_tokens=64, near_duplicate=0.8
-    )
+    settings = Prompts(sources=[Source(path=str(train)), Source(path=str(held), split="eval"), Source(synthesize=3)], max_tokens=64, near_duplicate=0.8)
     loaded = load_sources(settings, "train")
     assert texts(loaded) == ["a"]
     assert loaded.dropped.first == {"invalid JSON": "t.jsonl:2"}

@@ -15,6 +15,7 @@ positions (half the rows), CE 0.1 + TV 0.9 + confidence 1.0. The last line is on
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from firesteel.kernels.linear import choices, matmul_nn, matmul_nt, matmul_tn
+from firesteel.kernels.linear import matmul_nn, matmul_nt, matmul_tn, preferred
 from firesteel.losses.dense import dense_loss
 from firesteel.losses.fused import fused_loss
 from firesteel.losses.types import Head, LossResult, LossWeights, Piece, Teacher
@@ -63,11 +64,12 @@ def products(pieces: list[Piece], teacher: Teacher, chunk: int) -> None:
 def peak_mb(run: Callable[[], object]) -> float | None:
     """Growth of the resident set while `run` runs, or None where the system does not tell."""
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # else freed memory of earlier runs counts as resident already
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         run()
         return (_status("VmHWM") - before) / 1024
-    except OSError:
+    except (OSError, AttributeError):
         return None
 
 
@@ -136,7 +138,7 @@ def main() -> None:
         "over_floor": seconds / floor,
         "first_call": warm,
         "peak_mb": peak,
-        "backends": {"x".join(map(str, key)): value for key, value in choices().items()},
+        "backend": preferred(),
     }
     if not args.no_dense:
         record |= {"dense_loss": dense(), "dense_peak_mb": peak_mb(dense), "dense": best(dense, args.repeats)}

@@ -166,14 +166,14 @@ class _Walk:
         kept, last = keep.shape[0], keep.shape[0] + fresh.shape[0]
         for held in (self.buffer, self.mass, self.teacher_top):
             held[:kept] = held[keep]
-        states = self.teacher.states[fresh].to(self.teacher_weight.dtype) * self.teacher.head.scale
-        logits = matmul_nt(states, self.teacher_weight).to(self.dtype)
+        states = self.teacher.states[fresh].to(self.teacher_weight.dtype)
+        logits = self._product(states, self.teacher_weight, self.teacher.head.scale)
         norm = None if self.teacher.lognorm is None else self.teacher.lognorm[fresh].to(self.dtype)
         self.mass[kept:last], self.teacher_top[kept:last] = self.kernels.normalise_teacher(logits, self.buffer[kept:last], norm, self.teacher.head.softcap)
 
     def _chunk(self, chunk: Chunk) -> None:
         terms, mix, rows = self.kernels.terms, self.mix, chunk.rows
-        states = [piece_rows[rows] * self.scale if self.scale != 1 else piece_rows[rows] for piece_rows, _ in self.pieces]
+        states = [piece_rows[rows] for piece_rows, _ in self.pieces]
         x = self._logits(states)
         norm, top = self.kernels.normalise_draft(x)
 
@@ -204,28 +204,30 @@ class _Walk:
 
     def _logits(self, states: list[Tensor]) -> Tensor:
         x: Tensor | None = None
-        for part, (_, weight) in zip(states, self.pieces, strict=True):
-            if part.dtype == self.dtype:
-                x = matmul_nt(part, weight, add=x)
-            else:
-                product = matmul_nt(part, weight).to(self.dtype)
-                x = product if x is None else x.add_(product)
+        for state, (_, weight) in zip(states, self.pieces, strict=True):
+            x = self._product(state, weight, self.scale, add=x)
         assert x is not None
         return x
 
+    def _product(self, states: Tensor, weight: Tensor, scale: float, add: Tensor | None = None) -> Tensor:
+        """`scale * states @ weight.T (+ add)` in the dtype of the logits; the scale goes where it is cheap or, in low precision, exact."""
+        if states.dtype == self.dtype:
+            return matmul_nt(_times(states, scale), weight, add=add)
+        product = _times(matmul_nt(states, weight).to(self.dtype), scale)
+        return product if add is None else add.add_(product)
+
     def _backward(self, gradient: Tensor, rows: Tensor, states: list[Tensor]) -> None:
-        """Gradient `[n, V]` of the chunk's logits (before scale and cap) -> the inputs' gradients."""
+        """Gradient `[n, V]` of the chunk's logits (before the cap) -> the inputs' gradients."""
         for i, (state, (_, weight)) in enumerate(zip(states, self.pieces, strict=True)):
             row_sum, weight_sum = self.sums[2 * i], self.sums[2 * i + 1]
-            upstream = gradient.to(state.dtype)
+            upstream = gradient if state.dtype == self.dtype else gradient.to(state.dtype)
             if row_sum is not None:
-                product = matmul_nn(upstream, weight)
-                row_sum[rows] = product * self.scale if self.scale != 1 else product
+                row_sum[rows] = _times(matmul_nn(upstream, weight), self.scale)
             if weight_sum is not None:
                 if state.dtype == weight_sum.dtype:
-                    matmul_tn(upstream, state, accumulate=weight_sum)
+                    matmul_tn(upstream, _times(state, self.scale), accumulate=weight_sum)
                 else:
-                    weight_sum.add_(matmul_tn(upstream, state))
+                    weight_sum.add_(matmul_tn(upstream, state), alpha=self.scale)
 
     def _result(self) -> LossResult:
         shape, mix, valid = self.labels.shape, self.mix, self.valid
@@ -261,3 +263,7 @@ class _Walk:
             jsd=slot("jsd") if mix.jsd else None,
             confidence=bce,
         )
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale

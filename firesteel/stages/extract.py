@@ -22,6 +22,7 @@ from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
 from firesteel.stages.line import Line
 from firesteel.target.local import LocalTarget, capture, stack_layers
+from firesteel.target.session import fast_twin
 
 NAME = "hidden"
 SPLITS = respond.SPLITS
@@ -143,26 +144,27 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
 def _captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:
     """Documents of like length share a forward pass, padded on the right: with causal attention padding changes nothing before it."""
     target, budget = line.target, line.recipe.hidden.batch_tokens
+    model = fast_twin(target.model)
     group: list[Document] = []
     for document in documents:
         if group and (len(group) + 1) * len(document.token_ids) > budget:
-            yield from capture_documents(target, group, line.layer_ids)
+            yield from capture_documents(target, model, group, line.layer_ids)
             group = []
         group.append(document)
     if group:
-        yield from capture_documents(target, group, line.layer_ids)
+        yield from capture_documents(target, model, group, line.layer_ids)
 
 
 @torch.inference_mode()
-def capture_documents(target: LocalTarget, documents: Sequence[Document], layer_ids: Sequence[int]) -> list[HiddenSample]:
-    """One forward pass over right-padded documents."""
+def capture_documents(target: LocalTarget, model: Any, documents: Sequence[Document], layer_ids: Sequence[int]) -> list[HiddenSample]:
+    """One forward pass of `model` (the target, or its fast twin) over right-padded documents."""
     width = max(len(d.token_ids) for d in documents)
     ids = torch.zeros(len(documents), width, dtype=torch.long)
     for i, d in enumerate(documents):
         ids[i, : len(d.token_ids)] = torch.tensor(d.token_ids)
-    with capture(target.model, layer_ids) as states:
+    with capture(model, layer_ids) as states:
         # The LM head is applied below, only where a block can predict.
-        target.model(ids.to(target.device), use_cache=False, logits_to_keep=1)
+        model(ids.to(target.device), use_cache=False, logits_to_keep=1)
     aux, last = stack_layers(states, layer_ids), states["last"]
     return [_sample(target, d, aux[i], last[i], tuple(layer_ids)) for i, d in enumerate(documents)]
 

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from firesteel.errors import TargetError
+from firesteel.kernels.linear import preferred
 from firesteel.kernels.packed import pack_linears
 from firesteel.target.lean import LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
@@ -201,6 +202,12 @@ def _check_croppable(model: Any) -> None:
 def _packable(model: Any) -> bool:
     weights = list(model.parameters())
     return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in weights) and _memory_for_copy(model)
+
+
+def fast_twin(model: Any) -> Any:
+    """The model to run long texts through: with packed linear layers where that is faster and fits into memory, else the model itself."""
+    fits = model.get_input_embeddings().weight.dtype == torch.float32 and preferred() == "onednn" and _packable(model)
+    return _packed_copy(model) if fits else model
 
 
 def _packed_copy(model: Any) -> Any:

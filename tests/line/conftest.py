@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,35 +8,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from line_screen import QuietScreen
 from tiny_target import recipe_settings, save_tiny_target, write_prompts
 
 from firesteel.recipe import recipe_from_dict
-from firesteel.stages.line import Bar, Line
-
-
-class QuietScreen:
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def warn(self, text: str) -> None:
-        self.lines.append(f"warning: {text}")
-
-    @contextmanager
-    def bar(self, label: str, total: float) -> Iterator[Bar]:
-        yield _NoBar()
-
-
-class _NoBar:
-    def advance(self, amount: float = 1, note: str = "") -> None:
-        assert amount >= 0
-
-    def set(self, done: float, note: str = "") -> None:
-        assert done >= 0
+from firesteel.stages.line import Line
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def test_answers_are_the_targets_own(make_line: MakeLine) -> None:
         prompt, messages = prompts[answered.prompt_key], []
         for turn in answered.turns:
             ids = torch.tensor([encode_prompt(line.target.tokenizer, prompt.history(messages), prompt.tools)])
-            wanted = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+            wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
             assert turn.token_ids == wanted
             assert turn.finish_reason == ("stop" if wanted[-1] == 2 else "length")
             messages.append(turn.message())

@@ -1,0 +1,104 @@
+"""Fast products against torch's own in float64, their gradients, and the plain paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from firesteel.errors import RecipeError
+from firesteel.kernels.linear import linear, matmul_nn, matmul_nt, matmul_tn
+
+SHAPES = [(1, 64, 5000), (37, 129, 301), (128, 96, 700), (5, 3, 2), (0, 4, 3)]
+
+
+@pytest.fixture(params=["torch", "onednn", "auto"])
+def backend(request, monkeypatch):
+    monkeypatch.setenv("FIRESTEEL_MATMUL", request.param)
+    return request.param
+
+
+def close(got, want):
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(backend, shape):
+    n, k, m = shape
+    torch.manual_seed(0)
+    a, b, c = torch.randn(n, k), torch.randn(m, k), torch.randn(n, m)
+    close(matmul_nt(a, b), a.double() @ b.double().T)
+    close(matmul_nt(a, b, add=c.clone()), a.double() @ b.double().T + c.double())
+    close(matmul_nn(c, b), c.double() @ b.double())
+    close(matmul_tn(c, a), c.double().T @ a.double())
+    total = torch.ones(m, k)
+    assert matmul_tn(c, a, accumulate=total) is total
+    close(total, 1 + c.double().T @ a.double())
+
+
+def test_transposed_and_strided_operands(backend):
+    torch.manual_seed(1)
+    a, b = torch.randn(96, 64).T, torch.randn(96, 300).T
+    close(matmul_nt(a, b), a.double() @ b.double().T)
+    close(matmul_nn(a, b.T), a.double() @ b.double().T)
+    wide = torch.randn(64, 192)[:, ::2]
+    close(matmul_nt(wide, b), wide.double() @ b.double().T)
+
+
+@pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 1, 3), ()])
+def test_linear_has_the_gradients_of_torch(backend, lead):
+    torch.manual_seed(2)
+    x, w = torch.randn(*lead, 256, requires_grad=True), torch.randn(900, 256, requires_grad=True)
+    out = linear(x, w)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, (x, w), upstream)
+    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    want_out = F.linear(x64, w64)
+    want = torch.autograd.grad(want_out, (x64, w64), upstream.double())
+    close(out, want_out)
+    for g, wanted in zip(got, want, strict=True):
+        close(g, wanted)
+
+
+def test_linear_gradient_where_only_one_side_needs_it():
+    x, w = torch.randn(40, 128, requires_grad=True), torch.randn(90, 128)
+    linear(x, w).sum().backward()
+    assert x.grad is not None
+    x, w = torch.randn(40, 128), torch.randn(90, 128, requires_grad=True)
+    linear(x, w).sum().backward()
+    close(w.grad, torch.ones(90, 40, dtype=torch.float64) @ x.double())
+    with torch.no_grad():
+        assert not linear(x, w).requires_grad
+
+
+def test_gradcheck_in_float64():
+    x, w = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(linear, (x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_take_the_plain_path(dtype):
+    x, w = torch.randn(40, 128, dtype=dtype), torch.randn(90, 128, dtype=dtype)
+    assert torch.equal(linear(x, w), F.linear(x, w))
+    assert torch.equal(matmul_nt(x, w), x @ w.T)
+
+
+def test_meta_autocast_and_empty():
+    assert linear(torch.empty(700, 128, device="meta"), torch.empty(900, 128, device="meta")).shape == (700, 900)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.randn(70, 128), torch.randn(90, 128)).dtype == torch.bfloat16
+    assert linear(torch.randn(0, 128), torch.randn(90, 128)).shape == (0, 90)
+
+
+def test_same_inputs_same_bits(backend):
+    a, b = torch.randn(100, 300), torch.randn(2000, 300)
+    first = matmul_nt(a, b), matmul_nn(a.T.contiguous(), a), matmul_tn(a, a)
+    matmul_nt(a[:50], b)
+    again = matmul_nt(a, b), matmul_nn(a.T.contiguous(), a), matmul_tn(a, a)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_unknown_backend_is_named(monkeypatch):
+    monkeypatch.setenv("FIRESTEEL_MATMUL", "cublas")
+    with pytest.raises(RecipeError, match="FIRESTEEL_MATMUL=cublas"):
+        matmul_nt(torch.randn(64, 128), torch.randn(900, 128))

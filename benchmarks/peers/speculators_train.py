@@ -4,7 +4,7 @@ Data: an Arrow dataset and hidden states as export_states.py writes them. Everyt
 model, loss, optimizer, schedule, validation, checkpoints. What a machine without CUDA needs is replaced, and nothing else:
 the trainer's device (it takes the rank's number) and `torch.accelerator.synchronize`, with flags for what has no CPU code.
 
-Its learning-rate schedule counts steps, not minutes. So a few steps and one validation are timed first, outside the
+Its learning-rate schedule counts steps, not minutes. So a few steps, one validation and one checkpoint are timed first, outside the
 budget; the number of steps that fit then becomes its `--max-steps`, over which its schedule decays. If the machine slows
 down, its own graceful interrupt ends training at the budget and keeps the weights.
 
@@ -41,15 +41,15 @@ class Timing:
 
     step: float = 0.0
     validation: float = 0.0
+    saving: float = 0.0
     batches: int = 0
     trained: list[float] = field(default_factory=list)  # end of each step of the real run, seconds from its start
 
     def plan(self, seconds: float) -> tuple[int, int]:
         """Steps and epochs that fit: every epoch ends with a validation and a checkpoint."""
-        epoch = self.batches * self.step + self.validation
-        whole, rest = divmod(seconds, epoch)
-        steps = int(whole) * self.batches + max(0, int((rest - self.validation) / self.step))
-        steps = max(1, steps)
+        end = self.validation + self.saving
+        whole, rest = divmod(seconds, self.batches * self.step + end)
+        steps = max(1, int(whole) * self.batches + max(0, int((rest - end) / self.step)))
         return steps, -(-steps // self.batches)
 
 
@@ -68,7 +68,10 @@ def main() -> None:
     timing = Timing()
     run(theirs, options.save / "probe", probing(timing, options.probe_steps), {"--max-steps": options.probe_steps, "--epochs": 1})
     steps, epochs = timing.plan(60 * options.minutes)
-    print(f"one step {timing.step:.2f} s, one validation {timing.validation:.1f} s: {steps} steps in {epochs} epochs of {timing.batches}", file=sys.stderr)
+    print(
+        f"one step {timing.step:.2f} s, one validation {timing.validation:.1f} s, one checkpoint {timing.saving:.1f} s: {steps} steps in {epochs} epochs of {timing.batches}",
+        file=sys.stderr,
+    )
     run(theirs, options.save / "run", budgeted(timing, 60 * options.minutes), {"--max-steps": steps, "--epochs": epochs})
     print(json.dumps(report(options, theirs, timing, steps, epochs)))
 
@@ -88,7 +91,7 @@ def run(theirs: list[str], save: Path, trainer: type, extra: dict[str, int]) -> 
 
 
 def probing(timing: Timing, steps: int) -> type:
-    """A trainer that takes a few steps and one validation, and saves nothing."""
+    """A trainer that takes a few steps, validates once and saves once."""
 
     class Probe(peer_trainer.Trainer):  # type: ignore[misc]
         def run_training(self) -> None:
@@ -97,6 +100,9 @@ def probing(timing: Timing, steps: int) -> type:
             started = time.perf_counter()
             self.val_epoch(0)
             timing.validation = time.perf_counter() - started
+            saved = time.perf_counter()
+            self.checkpointer.save_checkpoint(self.model, self.optimizers, 0)
+            timing.saving = time.perf_counter() - saved
             timing.step = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else started - ends[0]
             timing.batches = len(self.train_loader)
 
@@ -111,7 +117,6 @@ def budgeted(timing: Timing, seconds: float) -> type:
             started = time.perf_counter()
             alarm = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
             alarm.daemon = True
-            # Its epochs go on after the last step is taken, each with one step more: the alarm or the number of epochs ends them.
             own = self._optimizers_step
             self._optimizers_step = lambda: (own(), timing.trained.append(time.perf_counter() - started))
             alarm.start()
@@ -141,6 +146,7 @@ def report(options: argparse.Namespace, theirs: list[str], timing: Timing, steps
         "seconds": timing.trained[-1],
         "step_seconds": timing.step,
         "validation_seconds": timing.validation,
+        "saving_seconds": timing.saving,
         "options": theirs,
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("speculators", "torch", "transformers")},

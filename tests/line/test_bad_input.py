@@ -1,0 +1,141 @@
+"""What users do wrong: one clear error each, that names the file or setting and the mend."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_target import save_tiny_target, write_prompts
+
+from firesteel import artifact
+from firesteel.cli.runner import LINE, run_line
+from firesteel.errors import CheckpointError, DataError, FiresteelError, RecipeError, ResourceError, TargetError
+from firesteel.hidden.stores import DiskStore
+from firesteel.stages import extract, prompts, respond
+from firesteel.stages.line import Line
+from firesteel.stages.runtime import open_package
+
+MakeLine = Callable[..., Line]
+
+
+def sources(path: Path, base: Path) -> dict[str, object]:
+    return {"sources": [{"path": str(path)}, {"path": str(base / "eval.jsonl"), "split": "eval"}], "validation": 0.2, "max_tokens": 64}
+
+
+def test_missing_file(make_line: MakeLine, base_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing\.jsonl"):
+        prompts.run(make_line(prompts=sources(tmp_path / "nothing.jsonl", base_folder)))
+
+
+def test_empty_file(make_line: MakeLine, base_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    with pytest.raises(DataError, match=r"empty\.jsonl"):
+        prompts.run(make_line(prompts=sources(path, base_folder)))
+
+
+def test_rows_of_mixed_shape_are_used_or_counted(make_line: MakeLine, base_folder: Path, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "mixed.jsonl", 10)
+    with path.open("a") as f:
+        f.write(json.dumps({"conversations": [{"from": "human", "value": "w1 w9 w33"}, {"from": "gpt", "value": "w2"}]}) + "\n")
+        f.write(json.dumps({"prompt": "w4 w5 w61"}) + "\n{broken\n" + json.dumps({"nonsense": 1}) + "\n")
+    line = make_line(prompts=sources(path, base_folder))
+    about = prompts.run(line).manifest.about
+    assert about["prompts"]["train"] + about["prompts"]["validation"] == 12
+    assert sum(d["count"] for d in about["dropped"].values()) == 2
+    assert any("mixed.jsonl:13" in d["first"] for d in about["dropped"].values())
+
+
+def test_no_supervised_token(make_line: MakeLine) -> None:
+    """Documents cut so short that no answer token is left teach nothing."""
+    line = make_line()
+    prompts.run(line)
+    respond.run(line)
+    # Shorter than any prompt; the setting itself refuses such values.
+    object.__setattr__(line.recipe.hidden, "__dict__", {**line.recipe.hidden.__dict__, "max_length": 3})
+    with pytest.raises(DataError, match="supervised"):
+        extract.run(line)
+
+
+def test_layer_out_of_range(make_line: MakeLine) -> None:
+    line = make_line(target={"layer_ids": [1, 9]})
+    with pytest.raises(RecipeError, match=r"target\.layer_ids has 9.*4 layers"):
+        _ = line.layer_ids
+
+
+def test_target_without_chat_template(make_line: MakeLine, tmp_path: Path) -> None:
+    save_tiny_target(tmp_path / "bare", template=None)
+    with pytest.raises(TargetError, match="chat template"):
+        prompts.run(make_line(target={"model": str(tmp_path / "bare")}))
+
+
+def test_interrupted_download(make_line: MakeLine, tmp_path: Path) -> None:
+    folder = save_tiny_target(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(TargetError, match=r"target\.model="):
+        _ = make_line(target={"model": str(folder)}).target
+
+
+def test_folder_without_a_model(make_line: MakeLine, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(TargetError, match=r"config\.json"):
+        _ = make_line(target={"model": str(tmp_path / "nothing")}).target
+
+
+def test_full_disk_keeps_what_was_finished(make_line: MakeLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = make_line()
+    prompts.run(line)
+    respond.run(line)
+    written: list[str] = []
+    real = DiskStore.put
+
+    def put(self: DiskStore, sample: object) -> None:
+        if len(written) == 5:
+            raise artifact.disk_error(OSError(errno.ENOSPC, "No space left on device"), self.folder)
+        real(self, sample)  # type: ignore[arg-type]
+        written.append(sample.key)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(DiskStore, "put", put)
+    with pytest.raises(ResourceError, match="No space left"):
+        extract.run(line)
+    monkeypatch.undo()
+    kept = DiskStore(line.folder / "hidden.partial" / "samples", "fp32").keys()
+    assert sorted(kept) == sorted(written)
+    extract.run(line)
+
+
+def test_checkpoint_of_another_target(make_line: MakeLine, tmp_path: Path) -> None:
+    line = make_line()
+    run_line(line)
+    save_tiny_target(tmp_path / "other", seed=5)
+    other = make_line(target={"model": str(tmp_path / "other")})
+    with pytest.raises(CheckpointError, match="was trained for"):
+        open_package(other, line.folder / "package")
+
+
+def test_nan_in_the_states_is_refused(make_line: MakeLine) -> None:
+    """A target that gives NaN: loud at capture, not silent in training."""
+    line = make_line()
+    prompts.run(line)
+    respond.run(line)
+    with torch.no_grad():
+        line.target.layers[2].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(FiresteelError, match="non-finite"):
+        extract.run(line)
+
+
+def test_a_drafter_that_does_not_keep_its_promise_is_not_packaged(make_line: MakeLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and serving disagree: here the exported drafter reads other layers than it was trained with."""
+    line = make_line(train={"max_steps": 250, "validate_every": 50, "lr": 5e-3}, package={"tolerance": 0.05})
+    for _, stage in LINE[:5]:
+        stage(line)
+    real = Line.decoding_session
+    monkeypatch.setattr(Line, "decoding_session", lambda self, ids, length: real(self, (0, 1, 2), length))
+    with pytest.raises(FiresteelError, match="validation promised"):
+        LINE[5][1](line)
+    assert not (line.folder / "package").exists()

@@ -68,10 +68,8 @@ def main() -> None:
     timing = Timing()
     run(theirs, options.save / "probe", probing(timing, options.probe_steps), {"--max-steps": options.probe_steps, "--epochs": 1})
     steps, epochs = timing.plan(60 * options.minutes)
-    print(
-        f"one step {timing.step:.2f} s, one validation {timing.validation:.1f} s, one checkpoint {timing.saving:.1f} s: {steps} steps in {epochs} epochs of {timing.batches}",
-        file=sys.stderr,
-    )
+    costs = f"one step {timing.step:.2f} s, one validation {timing.validation:.1f} s, one checkpoint {timing.saving:.1f} s"
+    print(f"{costs}: {steps} steps in {epochs} epochs of {timing.batches}", file=sys.stderr)
     run(theirs, options.save / "run", budgeted(timing, 60 * options.minutes), {"--max-steps": steps, "--epochs": epochs})
     print(json.dumps(report(options, theirs, timing, steps, epochs)))
 

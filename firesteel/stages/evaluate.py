@@ -287,6 +287,6 @@ def _notes(line: Line) -> list[str]:
     if minutes is not None and minutes < 15:
         notes.append(
             f"This drafter was trained for {minutes:g} minutes on few answers: it shows the line, not what a drafter can do. More answers and longer "
-            "training keep raising the acceptance length; `firesteel run smollm2` is the full recipe for this target, up to two hours on two cores."
+            "training keep raising the acceptance length; `firesteel run smollm2` is a longer recipe for this target."
         )
     return notes

@@ -57,7 +57,7 @@ class Step:
         source = BatchSource(
             store, [self.sample.key], [len(self.sample)], self.layout, batch_tokens=setting["tokens"], anchors=setting["anchors"], seed=setting["seed"]
         )
-        self.job = TrainJob(drafter, make_tables(target.head, None), source, [], train, loss, folder, lambda _: None)
+        self.job = TrainJob(drafter, make_tables(target.head, None), source, [], train, loss, folder, target.spec.eos_ids, lambda _: None)
         self.weights = loss_weights(loss, 1.0)
         self.optimizers = Optimizers(drafter, train)
         self.done = 0

@@ -188,7 +188,7 @@ def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> dict[str,
     for sample, _ in samples:
         store.put(sample)
     source = BatchSource(store, store.keys(), list(LENGTHS), layout, batch_tokens=64, anchors=8, seed=0)
-    job = TrainJob(drafter, tables, source, [], recipes.Train(max_steps=1, compile=False), loss, folder, lambda _: None)
+    job = TrainJob(drafter, tables, source, [], recipes.Train(max_steps=1, compile=False), loss, folder, (), lambda _: None)
     # The peer divides by the number of slots that count, we by the sum of their weights.
     result, confidence = compute_loss(job, batch, loss_weights(loss, 1.0), denominator=float((batch.slots >= 0).sum()))
     result.loss.backward()

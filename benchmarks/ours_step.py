@@ -25,10 +25,11 @@ import firesteel
 from firesteel import recipe as recipes
 from firesteel.batches.packing import BlockLayout, pack
 from firesteel.drafters.block import BlockDrafter
-from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.build import make_config
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
 from firesteel.losses.weights import exponential_weights
+from firesteel.stages.train import target_facts
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import TrainJob, compute_loss
@@ -108,20 +109,7 @@ def as_sample(data: dict[str, Tensor], setting: dict[str, Any], fingerprint: str
 def make_drafter(setting: dict[str, Any], target: LocalTarget) -> BlockDrafter:
     """The drafter that the setting describes, freshly initialised."""
     spec = target.spec
-    facts = TargetFacts(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_theta=spec.rope_theta,
-        rope_scaling=spec.rope_scaling,
-        max_position_embeddings=spec.max_position_embeddings,
-        hidden_act=spec.hidden_act,
-        num_layers=spec.num_layers,
-    )
+    facts = target_facts(spec)
     wanted = recipes.Drafter(
         algorithm=setting["algorithm"], num_layers=setting["num_layers"], block_size=setting["block_size"], markov_rank=setting["markov_rank"], attention="full"
     )

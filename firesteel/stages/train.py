@@ -24,7 +24,7 @@ from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
 from firesteel.target.local import LocalTarget
 from firesteel.target.mask import pick_mask_token
-from firesteel.target.spec import weights_checksum
+from firesteel.target.spec import TargetSpec, weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
 from firesteel.training.loop import TrainJob, run_validation, train
@@ -131,20 +131,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
     recipe, target = line.recipe, line.target
     vocab = draft_vocab(line, hidden)
     spec = target.spec
-    facts = TargetFacts(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_theta=spec.rope_theta,
-        rope_scaling=spec.rope_scaling,
-        max_position_embeddings=spec.max_position_embeddings,
-        hidden_act=spec.hidden_act,
-        num_layers=spec.num_layers,
-    )
+    facts = target_facts(spec)
     settings = recipe.drafter.model_copy(update={"algorithm": algorithm})
     mask = settings.mask_token_id if settings.mask_token_id is not None else pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
     config = make_config(settings, facts, line.layer_ids, mask)
@@ -188,6 +175,24 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         "coverage": None if vocab is None else vocab.coverage(_counts(line, hidden)),
         "target": target.spec.to_dict(),
     }
+
+
+def target_facts(spec: TargetSpec) -> TargetFacts:
+    """What a drafter takes from its target; the two rooms do not know each other."""
+    return TargetFacts(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_theta=spec.rope_theta,
+        rope_scaling=spec.rope_scaling,
+        max_position_embeddings=spec.max_position_embeddings,
+        hidden_act=spec.hidden_act,
+        num_layers=spec.num_layers,
+    )
 
 
 def draft_vocab(line: Line, hidden: Artifact) -> DraftVocab | None:

@@ -82,11 +82,21 @@ def _backend(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
 
 @cache
 def preferred() -> str:
-    """What this processor's products go through: oneDNN without AVX-512, else ATen's BLAS.
+    """What this processor's products go through: ATen's BLAS on Intel's with AVX-512, else oneDNN.
 
+    MKL takes its fast paths on Intel's own processors; on an AMD Zen 5 with AVX-512 oneDNN multiplies twice as fast (measured).
     A rule and not a probe, so that a resumed run computes the same bits as the one that was interrupted.
     """
-    return "torch" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "onednn"
+    return "torch" if "AVX512" in torch.backends.cpu.get_cpu_capability() and _vendor() == "GenuineIntel" else "onednn"
+
+
+def _vendor() -> str:
+    """The processor's maker as /proc/cpuinfo has it; empty where it cannot be read."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next((line.partition(":")[2].strip() for line in f if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""
 
 
 def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:

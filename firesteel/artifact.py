@@ -171,17 +171,18 @@ class ArtifactWriter:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def commit(self, about: dict[str, Any] | None = None, *, drop: Iterable[str] = ()) -> Artifact:
+    def commit(self, about: dict[str, Any] | None = None, *, drop: Iterable[str] = (), loose: Iterable[str] = ()) -> Artifact:
         """Write the manifest and move the folder to its final name.
 
         Args:
             about: what to say in the manifest; `seconds` is added.
             drop: names inside the folder that were only needed to resume.
+            loose: files that may change later (prose about the artifact): neither checked nor part of its content hash.
         """
         for name in drop:
             victim = self.path / name
             shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
-        skip = {MANIFEST, WORK}
+        skip = {MANIFEST, WORK, *loose}
         files = {str(p.relative_to(self.path)): hash_file(p) for p in sorted(self.path.rglob("*")) if p.is_file() and p.name not in skip}
         manifest = Manifest(
             kind=self.kind,

@@ -77,6 +77,10 @@ class Hidden(Section):
     codec: Literal["bf16", "fp32", "fp8"] = Field("bf16", description="Precision of stored states; fp8 keeps a scale per token and layer.")
     max_length: int = Field(2048, description="Documents are cut to this many tokens.", ge=16)
     batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of matrix products while capturing from a float32 target on a CPU; `auto` takes bfloat16 where the processor multiplies it natively.",
+    )
     logits_tolerance: float = Field(
         0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0
     )
@@ -145,6 +149,11 @@ class Train(Section):
     validation_tokens: int = Field(8192, description="Validation documents are taken until they hold this many tokens.", ge=64)
     patience: int | None = Field(None, description="Stop after this many validations without a better acceptance length.", ge=1)
     checkpoint_minutes: float = Field(2.0, description="Minutes between resumable checkpoints.", gt=0)
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of matrix products in a training step on a CPU (weights, logits and sums stay float32); "
+        "`auto` takes bfloat16 where the processor multiplies it natively.",
+    )
     nonfinite_budget: int = Field(10, description="Steps with non-finite loss or gradient that may be skipped before training stops.", ge=0)
     compile: bool = Field(True, description="Compile the elementwise part of the loss where a compiler is found.")
 

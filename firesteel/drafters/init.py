@@ -1,4 +1,10 @@
-"""How a drafter starts: from noise, or from the target's own last layers."""
+"""How a drafter starts: from noise, or from the target's own layers.
+
+From the target, layer i of the drafter is layer L + i of the target, where L is the last captured layer (or as far before the end as
+the drafter has layers). `fc` hands the captured input of layer L through and `hidden_norm` is that layer's own input norm, so the keys and
+values of the context are, up to norms that the target may not have, those that the target itself has there. Against a random
+start the same number of steps reaches more (docs/learning-log.md).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,7 @@ from torch import Tensor, nn
 from firesteel.errors import RecipeError
 
 _STD = 0.02
+_CALM = 0.3
 _COPIED = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
@@ -41,14 +48,16 @@ def init_random(drafter: nn.Module) -> None:
 
 
 @torch.no_grad()
-def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]], final_norm: Tensor | None = None) -> None:
-    """Copy the target's last decoder layers, and its final norm, into the drafter.
+def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]], final_norm: Tensor | None = None, *, feature: int | None = None) -> None:
+    """Copy decoder layers of the target, and its final norm, into the drafter.
 
     A target without q/k norms leaves the drafter's at 1; biases of the target's projections have no counterpart and are left out.
 
     Args:
-        layers: state dict of each of the target's last `num_layers` layers, in order, with the names of Llama and Qwen.
-        final_norm: `[h]` weight of the norm before the LM head, which then gets states of the scale that it is used to.
+        layers: state dict of `num_layers` consecutive layers of the target, in order, with the names of Llama and Qwen.
+        final_norm: `[h]` weight of the norm before the LM head; the drafter's starts at `_CALM` times it. Where embedding and head are tied,
+            a block's first state still looks like the anchor's own embedding, and at full scale all probability would go to repeating it.
+        feature: which of the captured states (by number) is the first copied layer's input; None leaves the context's way random.
 
     Raises:
         RecipeError: the target has too few layers, other names, or other shapes than the recipe gives the drafter.
@@ -65,9 +74,15 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
             raise RecipeError(f"drafter.init=target: the target's layers have no {missing[0]}", mend="set drafter.init=random")
         pairs += [(f"layers.{number}.{name}", own[f"layers.{number}.{name}"], source[name]) for name in (*_COPIED, *_COPIED_IF_THERE) if name in source]
     if final_norm is not None:
-        pairs.append(("norm.weight", own["norm.weight"], final_norm))
+        pairs.append(("norm.weight", own["norm.weight"], _CALM * final_norm))
+    if feature is not None:
+        pairs.append(("hidden_norm.weight", own["hidden_norm.weight"], layers[0]["input_layernorm.weight"]))
     for name, parameter, value in pairs:  # all shapes first: a refused drafter is left as it was
         if parameter.shape != value.shape:
             raise RecipeError(f"drafter.init=target: {name} is {list(parameter.shape)} in the drafter and {list(value.shape)} in the target", mend=mend)
     for _, parameter, value in pairs:
         parameter.copy_(value)
+    if feature is not None:
+        fc = own["fc.weight"]  # the other captured states start with what little weight noise has
+        width = fc.shape[0]
+        fc[:, feature * width : (feature + 1) * width] = torch.eye(width)

@@ -4,12 +4,17 @@ ATen multiplies float32 with MKL, which on processors without AVX-512 (and on AM
 matrix at half the speed of oneDNN or worse, above all when one side is a vocabulary. oneDNN is reachable as the fused linear
 operator that Inductor uses. `FIRESTEEL_MATMUL=torch` or `=onednn` overrides the choice.
 
+Inside `half_products(True)` the products of a training step are computed in bfloat16 with float32 accumulation and float32
+results (weights and their sums stay float32); worth it where the processor multiplies bfloat16 itself (`has_fast_half`).
+
 Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes the plain torch product.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -21,10 +26,40 @@ from firesteel.errors import RecipeError
 
 SMALLEST = 1 << 18  # multiply-adds below which the dispatch itself would dominate
 
+_half = False
 
-def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None) -> Tensor:
-    """`a [n, k] @ b [m, k].T (+ add [n, m])` -> `[n, m]`, outside autograd. `add` may be overwritten; use the result instead."""
+
+@contextmanager
+def half_products(on: bool) -> Iterator[None]:
+    """Within, products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`."""
+    global _half
+    before, _half = _half, on
+    try:
+        yield
+    finally:
+        _half = before
+
+
+@cache
+def has_fast_half() -> bool:
+    """Whether this processor has instructions for bfloat16 products (AVX512-BF16 or AMX): there they take a third of float32's time."""
+    return bool(torch.backends.mkldnn.is_available() and {"avx512_bf16", "amx_bf16"} & _flags())
+
+
+def wants_half(precision: str, device: torch.device) -> bool:
+    """What a recipe's `precision` (auto, float32, bfloat16) means on this machine."""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cpu" and has_fast_half())
+
+
+def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None, wide: bool = False) -> Tensor:
+    """`a [n, k] @ b [m, k].T (+ add [n, m])` -> `[n, m]`, outside autograd. `add` may be overwritten; use the result instead.
+
+    `wide` keeps float32 also within `half_products`: rounded logits would disturb a softmax.
+    """
     with torch.no_grad():
+        if not wide and _in_half(a, b):
+            product = (a.bfloat16() @ b.bfloat16().T).float()
+            return product if add is None else add.add_(product)
         if _backend("nt", a, b, a.shape[0], a.shape[1], b.shape[0]) == "onednn":
             return _onednn_nt(a, b) if add is None else torch.ops.mkldnn._linear_pointwise.binary(a, add, b, None, "add")
         return a @ b.T if add is None else add.addmm_(a, b.T)
@@ -33,15 +68,23 @@ def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None) -> Tensor:
 def matmul_nn(a: Tensor, b: Tensor) -> Tensor:
     """`a [n, k] @ b [k, m]` -> `[n, m]`, outside autograd."""
     with torch.no_grad():
+        if _in_half(a, b):
+            return (a.bfloat16() @ b.bfloat16()).float()
         return _onednn_nn(a, b) if _backend("nn", a, b, a.shape[0], a.shape[1], b.shape[1]) == "onednn" else a @ b
 
 
 def matmul_tn(a: Tensor, b: Tensor, *, accumulate: Tensor | None = None) -> Tensor:
     """`a [k, n].T @ b [k, m]` -> `[n, m]`, outside autograd; added to `accumulate` in place where given.
 
-    Always ATen: oneDNN's operator would first copy `a` transposed, which costs as much as it wins.
+    oneDNN's operator copies `a` transposed first: with AVX-512 that pays, without it costs what it wins.
     """
     with torch.no_grad():
+        if _in_half(a, b):
+            product = (a.bfloat16().T @ b.bfloat16()).float()
+            return product if accumulate is None else accumulate.add_(product)
+        if _wide_vectors() and _backend("tn", a, b, a.shape[1], a.shape[0], b.shape[1]) == "onednn":
+            product = _onednn_nt(a.T, b.T)
+            return product if accumulate is None else accumulate.add_(product)
         return a.T @ b if accumulate is None else accumulate.addmm_(a.T, b)
 
 
@@ -56,6 +99,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        if _in_half(x, weight):
+            x, weight = x.bfloat16(), weight.bfloat16()
+            ctx.save_for_backward(x, weight)
+            return (x @ weight.T).float()
         ctx.save_for_backward(x, weight)
         return matmul_nt(x, weight)
 
@@ -64,6 +111,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight = ctx.needs_input_grad  # type: ignore[attr-defined]
+        if x.dtype == torch.bfloat16:
+            grad = grad.bfloat16()
+            return (grad @ weight).float() if needs_x else None, (grad.T @ x).float() if needs_weight else None
         grad = grad.contiguous()
         return matmul_nn(grad, weight) if needs_x else None, matmul_tn(grad, x) if needs_weight else None
 
@@ -87,16 +137,32 @@ def preferred() -> str:
     MKL takes its fast paths on Intel's own processors; on an AMD Zen 5 with AVX-512 oneDNN multiplies twice as fast (measured).
     A rule and not a probe, so that a resumed run computes the same bits as the one that was interrupted.
     """
-    return "torch" if "AVX512" in torch.backends.cpu.get_cpu_capability() and _vendor() == "GenuineIntel" else "onednn"
+    return "torch" if _wide_vectors() and "GenuineIntel" in _flags() else "onednn"
 
 
-def _vendor() -> str:
-    """The processor's maker as /proc/cpuinfo has it; empty where it cannot be read."""
+def _wide_vectors() -> bool:
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+@cache
+def _flags() -> frozenset[str]:
+    """The first processor's vendor and feature flags as /proc/cpuinfo has them; empty where it cannot be read."""
+    found: set[str] = set()
     try:
         with open("/proc/cpuinfo") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith("vendor_id")), "")
+            for line in f:
+                name, _, value = line.partition(":")
+                if name.strip() in ("vendor_id", "flags"):
+                    found |= set(value.split())
+                if not line.strip():
+                    break
     except OSError:
-        return ""
+        pass
+    return frozenset(found)
+
+
+def _in_half(a: Tensor, b: Tensor) -> bool:
+    return _half and _plain_float32(a, b)
 
 
 def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:

@@ -32,21 +32,25 @@ class PackedLinear(nn.Module):
         weight: `[m, k]`; only a packed copy is kept (the tensor itself where it cannot be packed).
         bias: `[m]` or None.
         rows: number of rows that a call typically has; oneDNN picks the layout for it. Any other number works too.
+        half: multiply in bfloat16 (results are float32 again); only for `forward`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 8) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 8, *, half: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = can_pack(weight)
         # Plain attributes: a packed weight has no place in a state dict and must not follow `.to()`.
-        weight = weight.detach()
+        self.half = half and self.packed
+        weight = weight.detach().bfloat16() if self.half else weight.detach()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
-        self._bias = None if bias is None else bias.detach()
+        self._bias = None if bias is None else bias.detach().to(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., k]` -> `[..., m]`."""
         if not self._use_packed(x):
-            return F.linear(x, self._plain(x), self._bias)
+            return F.linear(x, self._plain(x), self._bias if self._bias is None else self._bias.to(x.dtype))
+        if self.half:
+            return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, self._bias, "none", [], "").float()
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
     def silu(self, x: Tensor) -> Tensor:
@@ -82,18 +86,18 @@ class PackedLinear(nn.Module):
         return x.new_zeros(self.out_features, self.in_features)
 
 
-def pack_linears(module: nn.Module, rows: int = 8) -> nn.Module:
+def pack_linears(module: nn.Module, rows: int = 8, *, half: bool = False) -> nn.Module:
     """Replace every `nn.Linear` below `module` by a `PackedLinear`, in place; returns `module`.
 
     A head tied to the embedding gets its own packed copy, and the embedding stays as it is. Layers that cannot be packed
-    (device, dtype) and subclasses of `nn.Linear` are left alone. Layers used in several places are packed once.
+    (device, dtype) and subclasses of `nn.Linear` are left alone. Layers used in several places are packed once. `half`: their products run in bfloat16.
     """
     made: dict[int, PackedLinear] = {}
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):  # unlike named_children, also the repeats of a shared layer
             if type(child) is nn.Linear and can_pack(child.weight):
                 if id(child) not in made:
-                    made[id(child)] = PackedLinear(child.weight, child.bias, rows)
+                    made[id(child)] = PackedLinear(child.weight, child.bias, rows, half=half)
                     made[id(child)].train(child.training)
                 setattr(parent, name, made[id(child)])
     return module

@@ -212,8 +212,8 @@ class _Walk:
     def _product(self, states: Tensor, weight: Tensor, scale: float, add: Tensor | None = None) -> Tensor:
         """`scale * states @ weight.T (+ add)` in the dtype of the logits; the scale goes where it is cheap or, in low precision, exact."""
         if states.dtype == self.dtype:
-            return matmul_nt(_times(states, scale), weight, add=add)
-        product = _times(matmul_nt(states, weight).to(self.dtype), scale)
+            return matmul_nt(_times(states, scale), weight, add=add, wide=True)
+        product = _times(matmul_nt(states, weight, wide=True).to(self.dtype), scale)
         return product if add is None else add.add_(product)
 
     def _backward(self, gradient: Tensor, rows: Tensor, states: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from firesteel.target.batch import BatchSession
 
+_NUCLEUS = 512  # likeliest tokens that are looked at first: sorting a whole vocabulary costs more than the forward pass
 _COMPACT_SHARE = 0.75  # rows leave the cache when fewer than this share of it still write
 
 
@@ -81,14 +82,28 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(-1)
-    if sampling.top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        # A token stays if the mass before it is below top_p, so the likeliest always stays.
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    picks = [torch.multinomial(p.cpu(), 1, generator=g) for p, g in zip(probs, generators, strict=True)]
-    return torch.cat(picks).to(logits.device)
+    if sampling.top_k is None and sampling.top_p >= 1:
+        return _draw(logits.softmax(-1), generators)
+    count = min(_NUCLEUS if sampling.top_k is None else sampling.top_k, logits.shape[-1])
+    ordered, tokens = logits.topk(count, dim=-1)
+    total = (ordered if sampling.top_k is not None else logits).logsumexp(-1, keepdim=True)
+    probs = (ordered - total).exp()
+    picks = tokens.gather(-1, _draw(_nucleus(probs, sampling.top_p), generators)[:, None])[:, 0]
+    if sampling.top_k is None:  # flat rows, whose nucleus may be larger than what was looked at
+        for row in (probs.sum(-1) < sampling.top_p).nonzero()[:, 0].tolist():
+            probs, tokens = logits[row].softmax(-1).sort(descending=True)
+            picks[row] = tokens[_draw(_nucleus(probs[None], sampling.top_p), generators[row : row + 1])[0]]
+    return picks
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Descending `[B, n]` -> the same, zero outside the smallest set with mass `top_p`: a token stays if the mass before it is
+    below, so the likeliest always does."""
+    return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
+
+
+def _draw(weights: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """One index per row of non-negative `[B, n]`, by inverting the cumulative distribution: a row costs one random number."""
+    reach = weights.double().cumsum(-1)
+    chance = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators]).to(reach.device)
+    return torch.searchsorted(reach, (chance * reach[:, -1])[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)

@@ -25,11 +25,12 @@ from firesteel.evaluation.acceptance import position_rates
 from firesteel.evaluation.html import write_report
 from firesteel.evaluation.machine import machine_facts
 from firesteel.evaluation.records import PLAIN, RequestRecord, RoundRecord, SpeedRecord, request_from_json, speed_from_json
-from firesteel.evaluation.report import build_report, headline, read_report
+from firesteel.evaluation.report import build_report, headline, model_card_numbers, read_report
 from firesteel.evaluation.schema import Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.sources import load_file
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.stages import package as package_stage
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import train as train_stage
 from firesteel.stages.calibrate import read_calibration
@@ -53,6 +54,7 @@ def run(line: Line) -> Artifact:
     artifact = line.stage(NAME, settings, inputs, lambda writer: _Evaluation(line, writer).run(package, calibration, prompts))
     for name in ("report.json", "report.html"):
         shutil.copyfile(artifact / name, line.folder / name)
+    package_stage.write_card(line, package, model_card_numbers(read_report(artifact / "report.json")))
     return artifact
 
 

@@ -15,6 +15,7 @@ from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.errors import DataError, HiddenStateError
 from firesteel.hidden.sample import HiddenSample, check_sample, predictable_positions
 from firesteel.hidden.stores import DiskStore, HiddenStore, MemoryStore, predict_bytes
+from firesteel.kernels.linear import wants_half
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.template import Document, build_document, supervised_tokens
 from firesteel.responses.answers import Answered
@@ -45,7 +46,7 @@ def run(line: Line) -> Artifact:
     prompts, responses = line.input("prompts"), line.input("responses")
     recipe = line.recipe
     settings = {
-        "hidden": recipe.hidden.model_dump(include={"codec", "max_length", "store"}),
+        "hidden": recipe.hidden.model_dump(include={"codec", "max_length", "store", "precision"}),
         "layer_ids": list(line.layer_ids),
         "target": prompts_stage.target_settings(line),
     }
@@ -144,7 +145,7 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
 def _captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:
     """Documents of like length share a forward pass, padded on the right: with causal attention padding changes nothing before it."""
     target, budget = line.target, line.recipe.hidden.batch_tokens
-    model = fast_twin(target.model)
+    model = fast_twin(target.model, half=wants_half(line.recipe.hidden.precision, target.device))
     group: list[Document] = []
     for document in documents:
         if group and (len(group) + 1) * len(document.token_ids) > budget:

@@ -69,7 +69,14 @@ class Line:
         return open_artifact(self.folder / name, name)
 
     def stage(
-        self, name: str, settings: dict[str, Any], inputs: dict[str, str], work: Callable[[ArtifactWriter], dict[str, Any]], *, drop: tuple[str, ...] = ()
+        self,
+        name: str,
+        settings: dict[str, Any],
+        inputs: dict[str, str],
+        work: Callable[[ArtifactWriter], dict[str, Any]],
+        *,
+        drop: tuple[str, ...] = (),
+        loose: tuple[str, ...] = (),
     ) -> Artifact:
         """Make artifact `name`, or skip it if it is there with the same settings and inputs.
 
@@ -78,6 +85,7 @@ class Line:
             inputs: content hashes of what it is made from.
             work: fills the working folder and returns what the manifest should say.
             drop: names in the folder that were only needed to resume.
+            loose: files in it that may change later without its content changing.
         """
         path = self.folder / name
         if is_current(path, name, make_key(name, settings, inputs)):
@@ -88,7 +96,7 @@ class Line:
             self.screen.say(f"{name}: resuming")
         started = time.monotonic()
         about = work(writer)
-        artifact = writer.commit(about, drop=drop)
+        artifact = writer.commit(about, drop=drop, loose=loose)
         self.timings[name] = time.monotonic() - started
         self.screen.say(f"{name}: done in {self.timings[name]:.1f} s")
         return artifact

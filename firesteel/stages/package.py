@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from firesteel.errors import VerificationError
 from firesteel.hidden.stores import HiddenStore
 from firesteel.package.card import model_card
 from firesteel.package.contract import Promise, make_contract
-from firesteel.package.export import export
+from firesteel.package.export import Exported, export
+from firesteel.package.load import load
 from firesteel.stages import extract
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.line import Line
@@ -23,6 +25,7 @@ from firesteel.training.data import held_out_batches
 from firesteel.training.loop import run_validation
 
 NAME = "package"
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def run(line: Line) -> Artifact:
     hidden, trained, calibration = line.input("hidden"), line.input("train"), line.input("calibrate")
     settings = {"package": line.recipe.package.model_dump(), "max_new_tokens": line.recipe.responses.max_new_tokens}
     inputs = {"hidden": hidden.manifest.content, "train": trained.manifest.content, "calibrate": calibration.manifest.content}
-    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, hidden, trained, calibration))
+    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, hidden, trained, calibration), loose=(CARD,))
 
 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifact, calibration: Artifact) -> dict[str, Any]:
@@ -73,8 +76,17 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     head = None if ids is None else target.head.weight[ids.to(target.device)]
     exported = export(writer.path, trained.drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)
     proof = _prove(line, open_package(line, writer.path), job.source.store, keys, promised.acceptance_length)
-    write_atomic(writer / "README.md", model_card(config, contract, numbers=None, training=_training(about), exported=exported))
-    return {"parameters": exported.parameters, "file_bytes": exported.file_bytes, "proof": vars(proof)}
+    write_atomic(writer / CARD, model_card(config, contract, numbers=None, training=_training(about), exported=exported))
+    return {"parameters": exported.parameters, "file_bytes": exported.file_bytes, "weights_sha256": exported.weights_sha256, "proof": vars(proof)}
+
+
+def write_card(line: Line, package: Artifact, numbers: Mapping[str, Any]) -> None:
+    """Write the model card anew with what evaluation measured (`evaluation.report.model_card_numbers`)."""
+    loaded, about = load(package.path), package.manifest.about
+    assert loaded.contract is not None, "a package of this line has a contract"
+    trained = line.input("train").manifest.about
+    exported = Exported(package.path, about["parameters"], about["file_bytes"], about["weights_sha256"])
+    write_atomic(package / CARD, model_card(loaded.config, loaded.contract, numbers=numbers, training=_training(trained), exported=exported))
 
 
 def _proof_documents(line: Line, hidden: Artifact) -> list[str]:

@@ -22,7 +22,6 @@ from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
-from firesteel.target.local import LocalTarget
 from firesteel.target.mask import pick_mask_token
 from firesteel.target.spec import TargetSpec, weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
@@ -91,7 +90,10 @@ def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | N
     torch.manual_seed(recipe.seed)
     drafter = BlockDrafter(config).to(line.target.device)
     if recipe.drafter.init == "target":
-        init_from_target(drafter, target_layers(line.target, config.num_layers), line.target.norm_weight)
+        first = first_copied_layer(line.target.spec.num_layers, config)
+        layers = [dict(layer.state_dict()) for layer in line.target.layers[first : first + config.num_layers]]
+        feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
+        init_from_target(drafter, layers, line.target.norm_weight, feature=feature)
     return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, line.target.spec.eos_ids, on_step)
 
 
@@ -109,9 +111,9 @@ def take(listed: list[Listed], tokens: int) -> list[Listed]:
     return chosen
 
 
-def target_layers(target: LocalTarget, count: int) -> list[dict[str, torch.Tensor]]:
-    """State dicts of the target's last `count` decoder layers."""
-    return [dict(layer.state_dict()) for layer in target.layers[-count:]]
+def first_copied_layer(target_layers: int, config: DraftConfig) -> int:
+    """The target's layer that the drafter's first one starts from: the last captured one that leaves enough layers above it."""
+    return min(max(config.layer_ids), target_layers - config.num_layers)
 
 
 def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:

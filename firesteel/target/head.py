@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firesteel.kernels.linear import linear
+
 
 @dataclass
 class TargetHead:
@@ -34,7 +36,7 @@ class TargetHead:
     def logits(self, last: Tensor) -> Tensor:
         """`[..., d]` states before the final norm -> `[..., V]` logits in float32."""
         with torch.no_grad():
-            logits = (self.states(last.to(self.weight.dtype)) @ self.weight.T).float() * self.scale
+            logits = linear(self.states(last.to(self.weight.dtype)), self.weight).float() * self.scale
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

@@ -204,16 +204,19 @@ def _packable(model: Any) -> bool:
     return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in weights) and _memory_for_copy(model)
 
 
-def fast_twin(model: Any) -> Any:
-    """The model to run long texts through: with packed linear layers where that is faster and fits into memory, else the model itself."""
-    fits = model.get_input_embeddings().weight.dtype == torch.float32 and preferred() == "onednn" and _packable(model)
-    return _packed_copy(model) if fits else model
+def fast_twin(model: Any, *, half: bool = False) -> Any:
+    """The model to run long texts through: with packed linear layers where that is faster and fits into memory, else the model itself.
+
+    `half`: the products of a float32 model run in bfloat16; what passes from layer to layer stays float32.
+    """
+    fits = model.get_input_embeddings().weight.dtype == torch.float32 and (half or preferred() == "onednn") and _packable(model)
+    return _packed_copy(model, rows=256, half=half) if fits else model
 
 
-def _packed_copy(model: Any) -> Any:
+def _packed_copy(model: Any, rows: int = 8, *, half: bool = False) -> Any:
     """The same model with packed linear layers; all other parameters and buffers are shared, and the original stays as it is."""
     shared: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return pack_linears(copy.deepcopy(model, shared))
+    return pack_linears(copy.deepcopy(model, shared), rows, half=half)
 
 
 def _memory_for_copy(model: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
 from firesteel.drafters.block import BlockDrafter
+from firesteel.kernels.linear import half_products, wants_half
 from firesteel.losses.fused import fused_loss
 from firesteel.losses.types import LossResult, LossWeights, Teacher
 from firesteel.training.checkpoint import Progress, load_state, save_best, save_state
@@ -140,8 +141,9 @@ def compute_loss(job: TrainJob, batch: Batch, weights: LossWeights, denominator:
 
 
 def _backward(job: TrainJob, batch: Batch, weights: LossWeights) -> LossResult:
-    result, _ = compute_loss(job, batch, weights)
-    (result.loss / job.train.accumulate).backward()
+    with half_products(wants_half(job.train.precision, batch.anchors.device)):
+        result, _ = compute_loss(job, batch, weights)
+        (result.loss / job.train.accumulate).backward()
     return result
 
 

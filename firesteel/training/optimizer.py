@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from firesteel import recipe as recipes
+from firesteel.training.muon import Muon
 
 _TABLES = ("markov_w1", "markov_w2", "lm_head", "embed_tokens", "codebook")
 
@@ -24,7 +25,7 @@ class Optimizers:
         matrices, rest_decayed, rest = split_parameters(module)
         self.peaks: list[tuple[torch.optim.Optimizer, float]] = []
         if settings.optimizer == "muon":
-            muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, momentum=0.95)
+            muon = Muon(matrices, settings.muon_lr, weight_decay=settings.weight_decay, precision=settings.precision)
             self.peaks.append((muon, settings.muon_lr))
         else:
             rest_decayed = matrices + rest_decayed

@@ -188,9 +188,24 @@ def test_init_from_target_copies_the_last_layers() -> None:
         own = drafter.layers[i].state_dict()
         assert own.keys() == layers[i].keys()
         assert all(torch.equal(own[k], layers[i][k]) for k in own)
-    assert torch.equal(drafter.norm.weight, norm)
+    torch.testing.assert_close(drafter.norm.weight.detach(), 0.3 * norm)
     llama = [{k: v for k, v in layer.items() if "_norm.weight" not in k or "layernorm" in k} for layer in layers]
     init_from_target(drafter, llama)
+
+
+def test_init_from_target_gives_the_context_the_keys_and_values_of_the_copied_layer() -> None:
+    hf = Qwen3Config(hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2)
+    torch.manual_seed(4)
+    source = Qwen3DecoderLayer(hf, 0).eval()
+    source.input_layernorm.weight.data.uniform_(0.5, 2.0)
+    drafter = BlockDrafter(replace(TINY, num_layers=1, layer_types=TINY.layer_types[:1]))
+    init_from_target(drafter, [dict(source.state_dict())], torch.rand(24), feature=1)
+    drafter.fc.weight.data[:, :24] = 0  # what noise adds of the other captured state
+    state = 7 * torch.randn(5, 24)
+    aux = torch.cat([torch.randn(5, 24), state, torch.zeros(5, drafter.fc.in_features - 48)], dim=1)
+    features = drafter.hidden_norm(drafter.fc(aux))
+    torch.testing.assert_close(features, source.input_layernorm(state), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drafter.layers[0].self_attn.v_proj(features), source.self_attn.v_proj(source.input_layernorm(state)), rtol=1e-4, atol=1e-4)
 
 
 def test_init_from_target_refuses_what_does_not_fit() -> None:

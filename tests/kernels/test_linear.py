@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from firesteel.errors import RecipeError
-from firesteel.kernels.linear import linear, matmul_nn, matmul_nt, matmul_tn
+from firesteel.kernels.linear import half_products, has_fast_half, linear, matmul_nn, matmul_nt, matmul_tn, wants_half
 
 SHAPES = [(1, 64, 5000), (37, 129, 301), (128, 96, 700), (5, 3, 2), (0, 4, 3)]
 
@@ -102,3 +102,33 @@ def test_unknown_backend_is_named(monkeypatch):
     monkeypatch.setenv("FIRESTEEL_MATMUL", "cublas")
     with pytest.raises(RecipeError, match="FIRESTEEL_MATMUL=cublas"):
         matmul_nt(torch.randn(64, 128), torch.randn(900, 128))
+
+
+def test_half_products_are_close_and_their_gradients_too():
+    torch.manual_seed(5)
+    x, w, g = torch.randn(70, 128, requires_grad=True), torch.randn(96, 128, requires_grad=True), torch.randn(70, 96)
+    with half_products(True):
+        y = linear(x, w)
+    y.backward(g)  # the backward pass may run outside
+    assert y.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+    wanted = ((y, x @ w.T), (x.grad, g @ w), (w.grad, g.T @ x))
+    for got, want in wanted:
+        assert not torch.equal(got, want)
+        assert float((got - want).detach().norm() / want.detach().norm()) < 0.01
+    a, b = torch.randn(70, 128), torch.randn(96, 128)
+    total = torch.ones(70, 96)
+    with half_products(True):
+        assert torch.equal(matmul_nt(a, b, wide=True), matmul_nt(a, b, wide=True))
+        close(matmul_nt(a, b, wide=True), a.double() @ b.double().T)
+        assert matmul_tn(a.T.contiguous(), b.T.contiguous(), accumulate=total) is total
+        assert float((total - 1 - a @ b.T).norm() / (a @ b.T).norm()) < 0.01
+        assert float((matmul_nn(a, b.T.contiguous()) - a @ b.T).norm() / (a @ b.T).norm()) < 0.01
+    close(matmul_nt(a, b), a.double() @ b.double().T)
+
+
+def test_precision_words():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert wants_half("bfloat16", cpu)
+    assert not wants_half("float32", cpu)
+    assert wants_half("auto", cpu) == has_fast_half()
+    assert not wants_half("auto", gpu)

@@ -32,6 +32,9 @@ def test_the_line_ends_with_a_proven_package_and_a_report(make_line: MakeLine) -
     assert {row["temperature"] for row in report["temperatures"]} == {0.0, 1.0}
     assert report["seconds_total"] > 0
     assert (line.folder / "report.html").is_file()
+    card = (line.folder / "package" / "README.md").read_text()
+    assert f"| {report['acceptance_length']['pooled']:.2f} |" in card
+    assert f"| {report['speedup']['pooled']:.2f}x |" in card
     proof = json.loads((line.folder / "package" / "manifest.json").read_text())["about"]["proof"]
     # Greedy answers: decoding the exported folder walks exactly the rounds that validation replayed.
     assert proof["decoded"] == pytest.approx(proof["promised"], abs=1e-9)

@@ -79,7 +79,7 @@ class Hidden(Section):
     batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of matrix products while capturing from a float32 target on a CPU; `auto` takes bfloat16 where the processor multiplies it natively.",
+        description="Precision of matrix products while capturing from a float32 target on a CPU; `auto`: bfloat16 where the processor multiplies it natively.",
     )
     logits_tolerance: float = Field(
         0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0

@@ -40,8 +40,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.packed = can_pack(weight)
         # Plain attributes: a packed weight has no place in a state dict and must not follow `.to()`.
-        self.half = half and self.packed
-        weight = weight.detach().bfloat16() if self.half else weight.detach()
+        self.in_half = half and self.packed
+        weight = weight.detach().bfloat16() if self.in_half else weight.detach()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
         self._bias = None if bias is None else bias.detach().to(weight.dtype)
 
@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
         """`[..., k]` -> `[..., m]`."""
         if not self._use_packed(x):
             return F.linear(x, self._plain(x), self._bias if self._bias is None else self._bias.to(x.dtype))
-        if self.half:
+        if self.in_half:
             return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, self._bias, "none", [], "").float()
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 

@@ -45,7 +45,15 @@ class Step:
         setting = json.loads((folder / "setting.json").read_text())
         data = load_file(folder / "batch.safetensors")
         target = load_target(recipes.Target(model=setting["target"]))
-        train = recipes.Train(max_steps=1000, anchors=setting["anchors"], batch_tokens=setting["tokens"], lr=1e-3, weight_decay=0.01, compile=compiled)
+        train = recipes.Train(
+            max_steps=1000,
+            anchors=setting["anchors"],
+            batch_tokens=setting["tokens"],
+            lr=1e-3,
+            weight_decay=0.01,
+            compile=compiled,
+            precision=setting["precision"],
+        )
         loss = recipes.Loss(**setting["loss"])
         self.sample = as_sample(data, setting, target.spec.fingerprint)
         self.anchors = data["anchors"]

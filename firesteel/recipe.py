@@ -42,7 +42,9 @@ class Target(Section):
 
 
 class Source(Section):
-    builtin: str | None = Field(None, description="Built-in prompts: `nine-domains`, or one domain's name.")
+    builtin: str | None = Field(
+        None, description="Built-in prompts: `nine-domains`, one domain's name, or `smollm2-written` (what SmolLM2-135M-Instruct asked itself)."
+    )
     path: str | None = Field(None, description="A JSONL or Parquet file.")
     dataset: str | None = Field(None, description="A Hugging Face dataset: a hub name or a folder written by `save_to_disk`.")
     dataset_split: str = Field("train", description="Split of the Hugging Face dataset.")

@@ -19,6 +19,7 @@ from firesteel.prompts.shapes import Skipped, parse_row
 
 BUILTIN_FOLDER = Path(__file__).parent / "data"
 BUILTIN_ALL = "nine-domains"
+WRITTEN_FOLDER = BUILTIN_FOLDER / "written"  # prompts that a target wrote itself (`synthesize`), kept so that a recipe need not wait for them
 Split = Literal["train", "eval"]
 
 
@@ -110,15 +111,19 @@ def builtin_domains() -> list[str]:
 
 
 def builtin_rows(name: str, split: str) -> Iterator[_Row]:
-    """Built-in rows of a split: of one domain, or of all in turn, so that a limit takes as many of each.
+    """Built-in rows of a split: of one domain, or of all in turn, so that a limit takes as many of each; or those that a target wrote.
 
     Raises:
         DataError: there is no such domain.
     """
-    domains = builtin_domains()
+    domains, written = builtin_domains(), sorted(p.stem for p in WRITTEN_FOLDER.glob("*.jsonl"))
+    if name in written:
+        yield from (row for row in file_rows(WRITTEN_FOLDER / f"{name}.jsonl") if _split_of(row) == split)
+        return
     if name != BUILTIN_ALL and name not in domains:
-        near = difflib.get_close_matches(name, [BUILTIN_ALL, *domains], n=1)
-        mend = f"did you mean {near[0]}?" if near else f"there are {BUILTIN_ALL}, {', '.join(domains)}"
+        known = [BUILTIN_ALL, *domains, *written]
+        near = difflib.get_close_matches(name, known, n=1)
+        mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise DataError(f"there are no built-in prompts {name!r}", mend=mend)
     chosen = domains if name == BUILTIN_ALL else [name]
     columns = [[r for r in file_rows(BUILTIN_FOLDER / f"{d}.jsonl") if _split_of(r) == split] for d in chosen]

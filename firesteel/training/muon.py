@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.kernels.linear import half_products, matmul_nn, matmul_nt, wants_half
+from firesteel.kernels.linear import matmul_nn, matmul_nt, wants_half
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at zero, singular values end between 0.7 and 1.2
 _STEPS = 5
@@ -48,13 +48,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor, half: bool) -> Tensor:
-    """`[m, n]` -> its nearest matrix with all singular values near 1, by Newton-Schulz iterations; in bfloat16 products where `half`."""
+    """`[m, n]` -> its nearest matrix with all singular values near 1, by Newton-Schulz iterations; in bfloat16 where `half`."""
     a, b, c = _COEFFICIENTS
-    on_cpu = matrix.device.type == "cpu"
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = (x / x.norm().clamp(min=_TINY)).to(matrix.dtype if on_cpu or not half else torch.bfloat16).contiguous()
-    with half_products(half and on_cpu):
-        for _ in range(_STEPS):
-            gram = matmul_nt(x, x)
-            x = torch.add(a * x, matmul_nn(b * gram + c * matmul_nn(gram, gram), x))
+    x = (x / x.norm().clamp(min=_TINY)).to(torch.bfloat16 if half else matrix.dtype).contiguous()
+    for _ in range(_STEPS):
+        gram = matmul_nt(x, x)
+        if half:
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        else:
+            x = matmul_nn(matmul_nn(gram, gram).mul_(c).add_(gram, alpha=b), x).add_(x, alpha=a)
     return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)

@@ -28,11 +28,12 @@ from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.build import make_config
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
+from firesteel.kernels.memory import use_huge_pages
 from firesteel.losses.weights import exponential_weights
 from firesteel.stages.train import target_facts
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.training.data import BatchSource
-from firesteel.training.loop import TrainJob, compute_loss
+from firesteel.training.loop import TrainJob, backward, compute_loss, prepare_memory
 from firesteel.training.optimizer import Optimizers
 from firesteel.training.schedule import loss_weights
 from firesteel.training.tables import make_tables
@@ -70,6 +71,7 @@ class Step:
         self.weights = loss_weights(loss, 1.0)
         self.optimizers = Optimizers(drafter, train)
         self.done = 0
+        prepare_memory(self.job)
         self.meter = MemoryMeter()
 
     def step(self, _: str) -> dict[str, Any]:
@@ -77,8 +79,7 @@ class Step:
         started = time.perf_counter()
         batch = next(self.job.source.take(self.done, 1))
         self.optimizers.zero_grad()
-        result, _logits = compute_loss(self.job, batch, self.weights)
-        result.loss.backward()
+        result = backward(self.job, batch, self.weights)
         nn.utils.clip_grad_norm_(self.job.drafter.parameters(), self.job.train.clip)
         self.optimizers.step()
         seconds = time.perf_counter() - started
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
+    use_huge_pages()
     worker = Step(options.folder, not options.no_compile)
     about = {
         "versions": {"firesteel": firesteel.__version__, **{name: version(name) for name in ("torch", "transformers")}},

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from firesteel import __version__
 from firesteel.errors import FiresteelError
+from firesteel.kernels.memory import use_huge_pages
 from firesteel.recipe import load_recipe, named_recipes, recipe_to_yaml
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A named recipe (see `firesteel recipe --list`) or a YAML file.")]
@@ -32,6 +33,7 @@ errors = Console(stderr=True, highlight=False)
 
 def main() -> None:
     """Entry point: runs a verb, shows Firesteel's errors as one message, exit code 1 (130 on Ctrl-C)."""
+    use_huge_pages()
     try:
         app(standalone_mode=True)
     except FiresteelError as e:

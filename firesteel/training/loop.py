@@ -15,6 +15,7 @@ from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
 from firesteel.drafters.block import BlockDrafter
 from firesteel.kernels.linear import half_products, wants_half
+from firesteel.kernels.memory import map_large_blocks
 from firesteel.losses.fused import fused_loss
 from firesteel.losses.types import LossResult, LossWeights, Teacher
 from firesteel.training.checkpoint import Progress, load_state, save_best, save_state
@@ -27,6 +28,7 @@ from firesteel.training.tables import SharedTables
 from firesteel.training.validation import Validation, validate
 
 _LOG_EVERY = 10
+_LARGE_VOCAB = 16384
 
 
 @dataclass
@@ -71,6 +73,7 @@ def train(job: TrainJob) -> TrainResult:
     Raises:
         TrainingError: too many non-finite steps.
     """
+    prepare_memory(job)
     optimizers = Optimizers(job.drafter, job.train)
     progress = _resume(job, optimizers)
     guard = FiniteGuard(job.train.nonfinite_budget, progress.skipped)
@@ -94,7 +97,7 @@ def train(job: TrainJob) -> TrainResult:
             weights = loss_weights(job.loss, done)
             optimizers.set_scale(lr_scale(done, job.train.warmup, job.train.final_lr))
             optimizers.zero_grad()
-            results = [_backward(job, batch, weights) for batch in job.source.take(progress.batch, job.train.accumulate)]
+            results = [backward(job, batch, weights) for batch in job.source.take(progress.batch, job.train.accumulate)]
             norm = float(nn.utils.clip_grad_norm_(job.drafter.parameters(), job.train.clip))
             total = sum(float(r.loss.detach()) for r in results)
             if guard.admits(total, norm, progress.step + 1):
@@ -113,6 +116,12 @@ def train(job: TrainJob) -> TrainResult:
     finally:
         log.close()
     return TrainResult(progress, stopped_by, run_validation(job))
+
+
+def prepare_memory(job: TrainJob) -> None:
+    """With a large vocabulary on a CPU, keep the allocator from piling up what steps free."""
+    if job.tables.head.device.type == "cpu" and job.tables.head.shape[0] >= _LARGE_VOCAB:
+        map_large_blocks()
 
 
 def run_validation(job: TrainJob, *, keep_blocks: bool = False) -> Validation:
@@ -140,7 +149,8 @@ def compute_loss(job: TrainJob, batch: Batch, weights: LossWeights, denominator:
     return result, rows.confidence_logits
 
 
-def _backward(job: TrainJob, batch: Batch, weights: LossWeights) -> LossResult:
+def backward(job: TrainJob, batch: Batch, weights: LossWeights) -> LossResult:
+    """Loss of a batch, its gradients added to the drafter's; in the precision that the recipe asks for."""
     with half_products(wants_half(job.train.precision, batch.anchors.device)):
         result, _ = compute_loss(job, batch, weights)
         (result.loss / job.train.accumulate).backward()

@@ -37,7 +37,7 @@ def fused_loss(
     confidence_logits: Tensor | None = None,
     *,
     denominator: float | Tensor | None = None,
-    chunk_rows: int = 128,
+    chunk_rows: int = 192,
     compile: bool = False,
     draft_rows: Tensor | None = None,
 ) -> LossResult:
@@ -54,7 +54,7 @@ def fused_loss(
         loss_weights: factors of the terms.
         confidence_logits: `[N, g]` or None.
         denominator: divisor of the sum over slots; None takes the sum of the static weights, with D-PACE the number of valid slots.
-        chunk_rows: most slots in flight. 128 keeps a float32 chunk below glibc's largest recycled allocation at V <= 64K.
+        chunk_rows: most slots in flight; more pay less for reading the head again, and need more memory.
         compile: compile the elementwise passes (C on CPU, Inductor on an accelerator); quietly eager where there is no compiler.
         draft_rows: `[V]` target ids of the draft vocabulary, needed only if the teacher's weight has all rows.
 

@@ -1,0 +1,66 @@
+"""What the documents tell people to type exists: verbs, recipes, settings, make targets, scripts and their flags, linked files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from firesteel.cli.app import app
+from firesteel.recipe import load_recipe, recipe_from_dict
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+VERBS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+_STARTS = ("make ", ".venv/bin/firesteel ", "firesteel ", "python benchmarks/")
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command of a code block or inline code, with the page that has it; comments cut off."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+        lines += [line[4:] for line in text.splitlines() if line.startswith("    ")]
+        lines += re.findall(r"`([^`\n]+)`", text)
+        found += [(page.name, line.split(" #")[0].strip()) for line in lines if line.strip().startswith(_STARTS)]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "command"), commands(), ids=lambda value: str(value))
+def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+        assert set(words[1:]) <= targets
+    elif words[0] == "python":
+        script = ROOT / words[1]
+        assert script.is_file()
+        assert all(f'"{flag}"' in script.read_text() for flag in words[2:] if flag.startswith("--"))
+    else:
+        assert words[1] in VERBS or words[1] == "--help"
+        if words[1] in VERBS - {"generate", "recipe"} and len(words) > 2 and words[2].islower():
+            _recipe(words[2], words[3:], tmp_path)
+
+
+def _recipe(name: str, overrides: list[str], tmp_path: Path) -> None:
+    if name.endswith(".yaml"):  # the reader's own: the one that README shows
+        shown = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        assert shown
+        file = tmp_path / name
+        file.write_text(shown.group(1))
+        name = str(file)
+    assert recipe_from_dict(load_recipe(name, overrides).model_dump())
+
+
+def test_the_pages_have_commands() -> None:
+    assert len(commands()) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_linked_files_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert link.startswith("http") or (page.parent / link).exists(), link

@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         weight: `[m, k]`; only a packed copy is kept (the tensor itself where it cannot be packed).
         bias: `[m]` or None.
         rows: number of rows that a call typically has; oneDNN picks the layout for it. Any other number works too.
-        half: multiply in bfloat16 (results are float32 again); only for `forward`.
+        half: multiply in bfloat16 (results are float32 again) where oneDNN can; only for `forward`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: int = 8, *, half: bool = False) -> None:
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.packed = can_pack(weight)
         # Plain attributes: a packed weight has no place in a state dict and must not follow `.to()`.
-        self.in_half = half and self.packed
+        self.in_half = half and self.packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         weight = weight.detach().bfloat16() if self.in_half else weight.detach()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
         self._bias = None if bias is None else bias.detach().to(weight.dtype)

@@ -7,7 +7,9 @@ evaluation goes on where it was. Speed is measured against plain decoding by the
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -200,7 +202,7 @@ class _Evaluation:
             recipe=recipe.name,
             seed=recipe.seed,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            command=f"firesteel run {recipe.name}",
+            command=_command(recipe.name),
             drafter=name,
             temperature=self.settings.temperatures[0],
             max_new_tokens=self.settings.max_new_tokens,
@@ -232,6 +234,12 @@ class _Evaluation:
         ]
         seconds = {n: float(self.line.input(n).manifest.about["seconds"]) for n in names}
         return seconds | {NAME: time.time() - self.started}
+
+
+def _command(name: str) -> str:
+    """What was typed, overrides included; from Python, the command that does the same."""
+    typed = Path(sys.argv[0]).name == "firesteel" and len(sys.argv) > 2
+    return shlex.join(["firesteel", *sys.argv[1:]]) if typed else f"firesteel run {name}"
 
 
 def _record(prompt: Prompt, request_id: str, drafter: str, temperature: float, found: Decoded) -> RequestRecord:

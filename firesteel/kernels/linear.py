@@ -4,8 +4,8 @@ ATen multiplies float32 with MKL, which on processors without AVX-512 (and on AM
 matrix at half the speed of oneDNN or worse, above all when one side is a vocabulary. oneDNN is reachable as the fused linear
 operator that Inductor uses. `FIRESTEEL_MATMUL=torch` or `=onednn` overrides the choice.
 
-Inside `half_products(True)` the products of a training step are computed in bfloat16 with float32 accumulation and float32
-results (weights and their sums stay float32); worth it where the processor multiplies bfloat16 itself (`has_fast_half`).
+Inside `half_products(True)` the products of a training step are computed in bfloat16 with float32 accumulation, rounded to
+bfloat16 and widened again (weights and sums over products stay float32); worth it where the processor multiplies bfloat16 itself (`has_fast_half`).
 
 Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes the plain torch product.
 """
@@ -81,11 +81,11 @@ def matmul_tn(a: Tensor, b: Tensor, *, accumulate: Tensor | None = None) -> Tens
     with torch.no_grad():
         if _in_half(a, b):
             product = (a.bfloat16().T @ b.bfloat16()).float()
-            return product if accumulate is None else accumulate.add_(product)
-        if _wide_vectors() and _backend("tn", a, b, a.shape[1], a.shape[0], b.shape[1]) == "onednn":
+        elif _wide_vectors() and _backend("tn", a, b, a.shape[1], a.shape[0], b.shape[1]) == "onednn":
             product = _onednn_nt(a.T, b.T)
-            return product if accumulate is None else accumulate.add_(product)
-        return a.T @ b if accumulate is None else accumulate.addmm_(a.T, b)
+        else:
+            return a.T @ b if accumulate is None else accumulate.addmm_(a.T, b)
+        return product if accumulate is None else accumulate.add_(product)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

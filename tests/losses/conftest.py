@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -31,34 +32,16 @@ class Case:
         return [t for piece in self.pieces for t in piece] + [self.confidence]
 
     def dense(self, mix: LossWeights) -> LossResult:
-        return dense_loss(
-            self.pieces,
-            self.head,
-            self.teacher,
-            self.labels,
-            self.weights,
-            self.slot_target,
-            mix,
-            self.confidence,
-            denominator=self.denominator,
-            draft_rows=self.draft_rows,
-        )
+        return dense_loss(*self._arguments(mix), **self._options())
 
     def fused(self, mix: LossWeights, *, chunk_rows: int = 8, compile: bool = False) -> LossResult:
-        return fused_loss(
-            self.pieces,
-            self.head,
-            self.teacher,
-            self.labels,
-            self.weights,
-            self.slot_target,
-            mix,
-            self.confidence,
-            denominator=self.denominator,
-            chunk_rows=chunk_rows,
-            compile=compile,
-            draft_rows=self.draft_rows,
-        )
+        return fused_loss(*self._arguments(mix), **self._options(), chunk_rows=chunk_rows, compile=compile)
+
+    def _arguments(self, mix: LossWeights) -> tuple[Any, ...]:
+        return self.pieces, self.head, self.teacher, self.labels, self.weights, self.slot_target, mix, self.confidence
+
+    def _options(self) -> dict[str, Any]:
+        return {"denominator": self.denominator, "draft_rows": self.draft_rows}
 
 
 def gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:

@@ -37,7 +37,7 @@ def fused_loss(
     confidence_logits: Tensor | None = None,
     *,
     denominator: float | Tensor | None = None,
-    chunk_rows: int = 192,
+    chunk_rows: int = 128,
     compile: bool = False,
     draft_rows: Tensor | None = None,
 ) -> LossResult:

@@ -128,7 +128,7 @@ def decode_speculative(
     drafter.rewind(0)
     begin = time.perf_counter()
     done, logits, aux = _prefill(target, prompt_ids, max_new_tokens)
-    drafter.observe(aux)
+    drafter.observe(prompt_ids, aux)
     done.seconds_prefill = time.perf_counter() - begin
     begin = time.perf_counter()
     token = _choose(logits, sampling, chance)
@@ -146,7 +146,7 @@ def decode_speculative(
         verified = time.perf_counter()
         if not ended:
             target.rewind(start + 1 + verdict.accepted)
-            drafter.observe(step.aux[: 1 + verdict.accepted])
+            drafter.observe([token, *draft.tokens[: verdict.accepted]], step.aux[: 1 + verdict.accepted])
             token = verdict.next_token
         done.seconds_draft += drafted - clock + time.perf_counter() - verified
         done.seconds_verify += verified - drafted

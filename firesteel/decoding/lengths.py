@@ -47,7 +47,7 @@ def measure_costs(target: Target, drafter: Drafter, prompt_ids: Sequence[int], l
     target.rewind(0)
     drafter.rewind(0)
     first = target.forward(prompt_ids, keep=1)
-    drafter.observe(first.aux)
+    drafter.observe(prompt_ids, first.aux)
     anchor, start, greedy, chance = int(first.logits[-1].argmax()), target.length, Sampling(), RandomChance(None)
     plain: list[float] = []
     verify: dict[int, list[float]] = {n: [] for n in lengths}
@@ -63,7 +63,7 @@ def measure_costs(target: Target, drafter: Drafter, prompt_ids: Sequence[int], l
             step = target.forward([anchor, *tokens])
             verify_tokens(tokens, None, step.logits, greedy, chance)
             verified = time.perf_counter()
-            drafter.observe(step.aux)
+            drafter.observe([anchor, *tokens], step.aux)
             draft[n].append(1e3 * (drafted - clock + time.perf_counter() - verified))
             verify[n].append(1e3 * (verified - drafted))
             target.rewind(start)

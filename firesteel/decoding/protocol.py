@@ -67,8 +67,8 @@ class DraftResult(Protocol):
 class Drafter(Protocol):
     """One sequence being drafted for."""
 
-    def observe(self, aux: Tensor) -> None:
-        """Take in the target's states `[n, m * d]` of the next n positions of the text."""
+    def observe(self, tokens: Sequence[int] | Tensor, aux: Tensor) -> None:
+        """Take in the next n positions of the text: token ids `[n]` and the target's states `[n, m * d]`."""
         ...
 
     def draft(self, anchor: int, count: int, *, temperature: float, generator: torch.Generator | None) -> DraftResult:

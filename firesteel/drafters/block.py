@@ -6,8 +6,6 @@ followed by the mask token's. Embedding and LM head are the target's: they are p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,23 +17,9 @@ from firesteel.drafters.heads import ConfidenceHead, MarkovHead
 from firesteel.drafters.init import init_random
 from firesteel.drafters.layers import DraftLayer, RMSNorm
 from firesteel.drafters.rope import Rope
+from firesteel.drafters.rows import TrainingRows
 from firesteel.errors import CheckpointError, RecipeError
 from firesteel.kernels.linear import linear
-
-
-@dataclass
-class TrainingRows:
-    """What a loss needs; logits are the sum over pieces of `rows @ weight.T`, and never made here.
-
-    Attributes:
-        pieces: pairs of rows `[R, k]` and weight `[V_d, k]`, R = N*g in the order of `Batch.slots`.
-        confidence_logits: `[N, g]` or None.
-        z: `[N, g, h]` final hidden states of the slots (after the last norm).
-    """
-
-    pieces: list[tuple[Tensor, Tensor]]
-    confidence_logits: Tensor | None
-    z: Tensor
 
 
 class BlockDrafter(nn.Module):
@@ -97,12 +81,24 @@ class BlockDrafter(nn.Module):
 
     def block_inputs(self, anchors: Tensor, embed: Tensor, block_size: int) -> Tensor:
         """Anchor tokens `[N]` -> `[N, g, h]`: the anchor's embedding, then the mask token's."""
-        ids = anchors.new_full((anchors.shape[0], block_size), self.config.mask_token_id)
+        ids = anchors.new_full((anchors.shape[0], block_size), mask_token(self.config))
         ids[:, 0] = anchors
         return F.embedding(ids, embed).to(self.fc.weight.dtype)
 
 
+def mask_token(config: DraftConfig) -> int:
+    """The token of unknown slots.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if config.mask_token_id is None:
+        raise CheckpointError(f"a {config.algorithm} drafter needs a mask token, but mask_token_id is None", mend="set drafter.mask_token_id")
+    return config.mask_token_id
+
+
 def _check(config: DraftConfig) -> None:
+    mask_token(config)
     unknown = set(config.layer_types) - {FULL, SLIDING}
     if unknown:
         raise CheckpointError(f"layer type {sorted(unknown)[0]!r} is not known", mend=f"a block drafter has {FULL} and {SLIDING}")

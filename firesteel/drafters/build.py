@@ -9,7 +9,7 @@ from typing import Any
 from firesteel import recipe as recipes
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
 from firesteel.drafters.heads import MARKOV_KINDS
-from firesteel.drafters.registry import get_spec
+from firesteel.drafters.registry import DraftSpec, get_spec
 from firesteel.drafters.rope import ROPE_KINDS, rope_kind
 from firesteel.errors import RecipeError
 
@@ -35,7 +35,7 @@ class TargetFacts:
     num_layers: int
 
 
-def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], mask_token_id: int) -> DraftConfig:
+def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], mask_token_id: int | None) -> DraftConfig:
     """The drafter that a recipe asks for. Sizes left empty are the target's.
 
     The MLP is SwiGLU whatever the target's activation, since that is what servers run for these drafters. RoPE is the target's
@@ -46,7 +46,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         RecipeError: unknown names, layers that the target does not have, settings that contradict each other.
     """
     spec = get_spec(settings.algorithm)
-    _check(settings, facts, layer_ids, spec.heads)
+    _check(settings, facts, layer_ids, spec)
     rank = settings.markov_rank if spec.heads else 0
     confidence = settings.confidence_head and spec.heads
     return DraftConfig(
@@ -62,7 +62,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         target_hidden_size=facts.hidden_size,
         layer_ids=tuple(layer_ids),
         block_size=settings.block_size,
-        mask_token_id=mask_token_id,
+        mask_token_id=mask_token_id if spec.masks else None,
         sample_from_anchor=spec.sample_from_anchor if settings.sample_from_anchor is None else settings.sample_from_anchor,
         layer_types=layer_types(settings.attention, settings.num_layers),
         sliding_window=settings.sliding_window,
@@ -76,6 +76,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         markov_head=settings.markov_head if rank else "vanilla",
         confidence_head=confidence,
         confidence_with_markov=settings.confidence_with_markov and confidence and rank > 0,
+        extra=spec.options(settings),
     )
 
 
@@ -86,12 +87,23 @@ def layer_types(attention: str, num_layers: int) -> tuple[str, ...]:
     return (SLIDING,) * (num_layers - 1) + (FULL if attention == "mixed" else SLIDING,)
 
 
-def _check(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], heads: bool) -> None:
+def _check(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], spec: DraftSpec) -> None:
+    heads = spec.heads
     bad = [i for i in layer_ids if not 0 <= i <= facts.num_layers]
     if bad:
         raise RecipeError(
             f"target.layer_ids has {bad[0]}, but the target has {facts.num_layers} layers",
             mend=f"ids go from 0 (embeddings) to {facts.num_layers} (after the last layer)",
+        )
+    if settings.sample_from_anchor not in (None, spec.sample_from_anchor) and not spec.anchor_choice:
+        raise RecipeError(
+            f"drafter.sample_from_anchor={str(settings.sample_from_anchor).lower()} contradicts drafter.algorithm={spec.name}",
+            mend="leave out drafter.sample_from_anchor",
+        )
+    if settings.draft_vocab_size not in (None, facts.vocab_size) and not spec.reduced_vocab:
+        raise RecipeError(
+            f"drafter.draft_vocab_size={settings.draft_vocab_size}, but drafter.algorithm={spec.name} has the target's whole vocabulary",
+            mend="leave out drafter.draft_vocab_size",
         )
     if settings.attention == "mixed" and settings.num_layers < 2:
         raise RecipeError("drafter.attention=mixed needs two layers", mend="set drafter.num_layers=2, or drafter.attention to full or sliding")

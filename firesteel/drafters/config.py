@@ -15,8 +15,9 @@ class DraftConfig:
     """Shape and contract of a drafter; the same object trains, exports and decodes.
 
     `hidden_size` equals `target_hidden_size` wherever the target's embedding and LM head are shared.
-    `layer_ids` follow Transformers' `hidden_states` (0 = embeddings). `vocab_size` counts the rows of the
-    target's LM head; `draft_vocab_size` is smaller only with a reduced vocabulary.
+    `layer_ids` follow Transformers' `hidden_states` (0 = embeddings). `vocab_size` counts the rows of the target's LM head;
+    `draft_vocab_size` is smaller only with a reduced vocabulary. `mask_token_id` is None for algorithms without masks.
+    `extra` holds what one algorithm alone has (values that JSON can hold).
     """
 
     algorithm: str
@@ -31,7 +32,7 @@ class DraftConfig:
     target_hidden_size: int
     layer_ids: tuple[int, ...]
     block_size: int
-    mask_token_id: int
+    mask_token_id: int | None
     sample_from_anchor: bool
     layer_types: tuple[str, ...]
     sliding_window: int = 2048
@@ -56,8 +57,8 @@ class DraftConfig:
         if len(self.layer_types) != self.num_layers:
             raise CheckpointError(f"{len(self.layer_types)} layer types for {self.num_layers} layers")
         if not self.layer_ids:
-            raise RecipeError("a block drafter needs at least one captured layer", mend="set target.layer_ids")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise RecipeError("a drafter needs at least one captured layer", mend="set target.layer_ids")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise RecipeError(f"drafter.mask_token_id={self.mask_token_id} is outside the target's vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
             raise RecipeError(f"drafter.draft_vocab_size={self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size}")

@@ -8,36 +8,20 @@ Batch 1, inference only. Weights are packed once: keep a session, and `rewind(0)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.block import BlockDrafter, mask_token
 from firesteel.drafters.config import SLIDING
 from firesteel.drafters.layers import DraftLayer
 from firesteel.drafters.pick import TokenPicker
+from firesteel.drafters.rows import Draft
 from firesteel.errors import RecipeError, ResourceError
 from firesteel.kernels.packed import PackedLinear
 
 _FIRST_CAPACITY = 512  # positions of context to make room for at first; doubled as needed
-
-
-@dataclass
-class Draft:
-    """One drafted block.
-
-    Attributes:
-        tokens: n target ids, left to right.
-        probs: `[n, V_d]` the distribution that each token was drawn from, over the *draft* vocabulary, or None (greedy);
-            `BlockSession.expand` spreads it over the target's.
-        confidences: probability of each token to survive given that its prefix did, or None without a confidence head.
-    """
-
-    tokens: list[int]
-    probs: Tensor | None
-    confidences: list[float] | None
 
 
 class _Layer:
@@ -98,13 +82,13 @@ class BlockSession:
         self._keys = torch.empty(config.num_layers, self._kv, 0, self._dim, dtype=self.dtype, device=self.device)
         self._values = torch.empty_like(self._keys)
         self._embed = embed.detach()
-        self._inputs = F.embedding(torch.full((config.block_size,), config.mask_token_id, device=self.device), self._embed).to(self.dtype)
+        self._inputs = F.embedding(torch.full((config.block_size,), mask_token(config), device=self.device), self._embed).to(self.dtype)
         packed_head = head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
         self._picker = TokenPicker(packed_head, drafter.markov_head, drafter.confidence_head, self.draft_to_target, confidence_temperatures)
 
     @torch.inference_mode()
-    def observe(self, aux: Tensor) -> None:
-        """Take the captured states `[n, m * d]` of the next n positions.
+    def observe(self, tokens: Sequence[int] | Tensor, aux: Tensor) -> None:
+        """Take the captured states `[n, m * d]` of the next n positions; their tokens are in the states already.
 
         Raises:
             ResourceError: more positions than `max_length`.

@@ -25,6 +25,7 @@ def dense_loss(
     *,
     denominator: float | Tensor | None = None,
     draft_rows: Tensor | None = None,
+    candidates: int = 0,
 ) -> LossResult:
     """Loss and metrics of N blocks of g slots; arguments as in `fused.fused_loss`."""
     check_shapes(pieces, teacher, labels, weights, slot_target, confidence_logits)
@@ -61,6 +62,7 @@ def dense_loss(
         bce = F.binary_cross_entropy_with_logits(confidence_logits.to(dtype), accept, reduction="none")
         terms = terms + mix.confidence * bce
     choice = logits.argmax(-1)
+    best = logits.detach().topk(candidates, -1).indices * valid[..., None] if candidates else None
 
     def slot(value: Tensor) -> Tensor:
         return torch.where(valid, value.detach(), 0)
@@ -80,6 +82,8 @@ def dense_loss(
         reverse_kl=slot(reverse_kl) if mix.reverse_kl else None,
         jsd=slot(jsd) if mix.jsd else None,
         confidence=None if bce is None else slot(bce),
+        candidates=best,
+        candidate_teacher=None if best is None else torch.where(valid[..., None], pt.gather(-1, best), 0),
     )
 
 

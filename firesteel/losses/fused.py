@@ -40,6 +40,7 @@ def fused_loss(
     chunk_rows: int = 128,
     compile: bool = False,
     draft_rows: Tensor | None = None,
+    candidates: int = 0,
 ) -> LossResult:
     """Loss and metrics of N blocks of g slots; conventions and terms are those of `types.py`.
 
@@ -57,6 +58,7 @@ def fused_loss(
         chunk_rows: most slots in flight; more pay less for reading the head again, and need more memory.
         compile: compile the elementwise passes (C on CPU, Inductor on an accelerator); quietly eager where there is no compiler.
         draft_rows: `[V]` target ids of the draft vocabulary, needed only if the teacher's weight has all rows.
+        candidates: also return this many of each slot's likeliest tokens.
 
     Raises:
         TrainingError: shapes that do not belong together.
@@ -66,7 +68,9 @@ def fused_loss(
     inputs = [t for piece in pieces for t in piece] + ([] if confidence is None else [confidence])
     needs = [torch.is_grad_enabled() and t.requires_grad for t in inputs]
     with torch.no_grad():
-        walk = _Walk(pieces, draft_head, teacher, labels, weights, slot_target, loss_weights, confidence, denominator, chunk_rows, compile, draft_rows, needs)
+        walk = _Walk(
+            pieces, draft_head, teacher, labels, weights, slot_target, loss_weights, confidence, denominator, chunk_rows, compile, draft_rows, candidates, needs
+        )
         result = walk.run()
     if any(needs):
         result.loss = _Attach.apply(result.loss, walk.gradients, *inputs)
@@ -126,6 +130,7 @@ class _Walk:
         chunk_rows: int,
         compile: bool,
         draft_rows: Tensor | None,
+        candidates: int,
         needs: list[bool],
     ) -> None:
         self.pieces, self.scale, self.mix, self.confidence, self.needs = list(pieces), draft_head.scale, mix, confidence, needs
@@ -147,6 +152,8 @@ class _Walk:
         terms = Terms(mix.tv > 0, mix.kl > 0, mix.reverse_kl > 0, mix.jsd > 0, logits_matter, draft_head.softcap)
         self.kernels = Kernels(terms, self.buffer, compiled=compile)
         self.slots = _Slots(labels.numel(), self.buffer)
+        self.candidates = torch.zeros(labels.numel(), candidates, dtype=torch.long, device=device)
+        self.candidate_teacher = self.buffer.new_zeros(self.candidates.shape)
         # sums over chunks of a low-precision weight's gradient are kept in the dtype of the logits
         self.sums = [
             None if not need else torch.zeros_like(t, dtype=self.dtype if i % 2 else t.dtype, memory_format=torch.contiguous_format)
@@ -185,6 +192,10 @@ class _Walk:
         self.slots.put("ce", rows, -log_true)
         self.slots.put("prob_true", rows, prob_true)
         self.slots.put("correct", rows, (true == top) & known)
+        if self.candidates.shape[1]:
+            best = x.topk(self.candidates.shape[1], -1).indices
+            teacher = self.buffer[chunk.place[:, None], best]
+            self.candidates[rows], self.candidate_teacher[rows] = best, teacher.exp() if terms.log_teacher else teacher
         if mix.dpace:
             q, valid = self.slots.get("prob_true", self.labels.shape, self.dtype)[chunk.blocks], self.valid[chunk.blocks]
             self.used[chunk.blocks] = dpace_weights(q, valid, mix.dpace_smoothing)
@@ -262,6 +273,8 @@ class _Walk:
             reverse_kl=slot("reverse_kl") if mix.reverse_kl else None,
             jsd=slot("jsd") if mix.jsd else None,
             confidence=bce,
+            candidates=self.candidates.view(*shape, -1) if self.candidates.shape[1] else None,
+            candidate_teacher=self.candidate_teacher.view(*shape, -1) if self.candidates.shape[1] else None,
         )
 
 

@@ -88,6 +88,8 @@ class LossResult:
         correct: bool, the draft's first choice is the true token.
         agree: bool, the draft's first choice is the teacher's (within the draft vocabulary).
         kl, reverse_kl, jsd, confidence: the other terms, None where their factor is 0.
+        candidates: `[N, g, K]` int64, the K likeliest draft tokens of each slot by falling logit, where asked for.
+        candidate_teacher: `[N, g, K]` p_t of those tokens.
     """
 
     loss: Tensor
@@ -104,6 +106,8 @@ class LossResult:
     reverse_kl: Tensor | None = None
     jsd: Tensor | None = None
     confidence: Tensor | None = None
+    candidates: Tensor | None = None
+    candidate_teacher: Tensor | None = None
 
 
 def compute_dtype(pieces: Sequence[Piece]) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.registry import get_spec
 from firesteel.package.contract import Contract, Promise
 from firesteel.package.export import Exported
 
@@ -39,12 +40,12 @@ def model_card(config: DraftConfig, contract: Contract, *, numbers: Mapping[str,
 
 def speculative_config(config: DraftConfig, contract: Contract, model_path: str) -> dict[str, Any]:
     """What vLLM takes as `--speculative-config`."""
+    spec = get_spec(config.algorithm)
     return {
         "model": model_path,
-        "method": config.algorithm,
+        "method": spec.method,
         "num_speculative_tokens": contract.speculative_tokens,
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "block",
+        **spec.serving,
     }
 
 
@@ -56,12 +57,7 @@ def limits(config: DraftConfig, contract: Contract) -> list[str]:
         "Speculative decoding changes speed, never the target's output distribution; a poor drafter is slow, not wrong.",
         "Text unlike the training prompts (other languages, domains or sampling settings) is accepted less.",
     ]
-    if config.markov_rank and config.markov_head != "vanilla":
-        found.append(f"vLLM serves the `vanilla` Markov head; this drafter has `{config.markov_head}`, which Firesteel's own engine decodes.")
-    if SLIDING in config.layer_types and FULL in config.layer_types:
-        found.append("Its layers mix sliding and full attention, which vLLM serves with its V2 model runner only.")
-    if config.algorithm == "dflash" and config.sample_from_anchor:
-        found.append("It samples from the anchor slot, which engines may not support for DFlash.")
+    found += get_spec(config.algorithm).limits(config)
     if FULL in config.layer_types:
         found.append("Full attention over the context was trained on limited lengths; acceptance falls on much longer prompts.")
     if config.reduced_vocab:
@@ -86,7 +82,7 @@ def _front_matter(config: DraftConfig, contract: Contract) -> str:
 
 
 def _title(config: DraftConfig) -> str:
-    return {"dspark": "DSpark", "dflash": "DFlash"}[config.algorithm]
+    return get_spec(config.algorithm).title
 
 
 def _what(config: DraftConfig, contract: Contract, exported: Exported) -> str:

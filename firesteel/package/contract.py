@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from firesteel.artifact import package_versions
-from firesteel.drafters.config import SLIDING, DraftConfig
+from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.layer_json import window_of
 from firesteel.errors import CheckpointError
 from firesteel.target.spec import TargetSpec
 
@@ -65,7 +66,7 @@ class Contract(Part):
     layer_convention: Literal["hidden_states"]
     captured_stream: Literal["residual"]
     block_size: int
-    mask_token_id: int
+    mask_token_id: int | None
     sample_from_anchor: bool
     causal: bool
     sliding_window: int | None
@@ -156,11 +157,6 @@ def check_contract(contract: Contract, config: DraftConfig) -> None:
         )
     if len(contract.temperatures) not in (0, config.num_drafts):
         raise CheckpointError(f"temperatures has {len(contract.temperatures)} values, a block drafts {config.num_drafts} tokens")
-
-
-def window_of(config: DraftConfig) -> int | None:
-    """The sliding window, or None where no layer slides."""
-    return config.sliding_window if SLIDING in config.layer_types else None
 
 
 def _same(name: str, contract: object, config: object) -> None:

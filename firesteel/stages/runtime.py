@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.config import DraftConfig
-from firesteel.drafters.session import BlockSession
+from firesteel.drafters.registry import get_spec
+from firesteel.drafters.rows import DraftSession
 from firesteel.package.contract import Contract
 from firesteel.package.load import check_target, load
 from firesteel.stages.line import Line
@@ -31,11 +31,11 @@ class Proposal:
 class FullVocabulary:
     """A drafter's session whose distributions are spread over the target's vocabulary, as the acceptance rule wants them."""
 
-    def __init__(self, session: BlockSession) -> None:
+    def __init__(self, session: DraftSession) -> None:
         self.inner = session
 
-    def observe(self, aux: Tensor) -> None:
-        self.inner.observe(aux)
+    def observe(self, tokens: Sequence[int] | Tensor, aux: Tensor) -> None:
+        self.inner.observe(tokens, aux)
 
     def draft(self, anchor: int, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Proposal:
         found = self.inner.draft(anchor, count, temperature=temperature, generator=generator)
@@ -52,7 +52,7 @@ class Runtime:
 
     target: TargetSession
     session: FullVocabulary
-    drafter: BlockDrafter
+    drafter: nn.Module
     config: DraftConfig
     contract: Contract | None
 
@@ -69,23 +69,24 @@ def open_package(line: Line, folder: Path) -> Runtime:
     """
     loaded, spec = load(folder), line.target.spec
     check_target(loaded, spec.fingerprint, spec.hidden_size, spec.vocab_size, target_name=spec.name)
-    drafter = BlockDrafter(loaded.config)
+    drafter = get_spec(loaded.config.algorithm).build(loaded.config)
     drafter.load_state_dict({name: tensor.float() for name, tensor in loaded.tensors.items()})
     temperatures = loaded.contract.temperatures if loaded.contract is not None else ()
     head = None if loaded.head_rows is None else loaded.head_rows.float()
-    return _runtime(line, drafter, loaded.target_ids, head, loaded.embed, temperatures, loaded.contract)
+    return _runtime(line, drafter, loaded.config, loaded.target_ids, head, loaded.embed, temperatures, loaded.contract)
 
 
 def open_trained(line: Line, algorithm: str) -> Runtime:
     """A trained drafter that is compared, not exported."""
     trained = load_trained(line, algorithm)
     ids = None if trained.vocab is None else trained.vocab.target_ids
-    return _runtime(line, trained.drafter, ids, None, None, (), None)
+    return _runtime(line, trained.drafter, trained.config, ids, None, None, (), None)
 
 
 def _runtime(
     line: Line,
-    drafter: BlockDrafter,
+    drafter: nn.Module,
+    config: DraftConfig,
     target_ids: Tensor | None,
     head: Tensor | None,
     embed: Tensor | None,
@@ -95,7 +96,7 @@ def _runtime(
     target = line.target
     if head is None:
         head = target.head.weight if target_ids is None else target.head.weight[target_ids.to(target.device)]
-    session = BlockSession(
+    session = get_spec(config.algorithm).session(
         drafter.eval(),
         target.head.embed if embed is None else embed,
         head,
@@ -103,8 +104,8 @@ def _runtime(
         max_length=session_length(line),
         confidence_temperatures=list(temperatures) or None,
     )
-    decoding = line.decoding_session(drafter.config.layer_ids, session_length(line))
-    return Runtime(decoding, FullVocabulary(session), drafter, drafter.config, contract)
+    decoding = line.decoding_session(config.layer_ids, session_length(line))
+    return Runtime(decoding, FullVocabulary(session), drafter, config, contract)
 
 
 def session_length(line: Line) -> int:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
-from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.build import TargetFacts, make_config
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
+from firesteel.drafters.registry import get_spec
 from firesteel.errors import TrainingError
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
@@ -56,7 +57,7 @@ class Trained:
 
     config: DraftConfig
     vocab: DraftVocab | None
-    drafter: BlockDrafter
+    drafter: nn.Module
     summary: dict[str, Any]
 
 
@@ -67,7 +68,7 @@ def load_trained(line: Line, algorithm: str, artifact: Artifact | None = None) -
     config = DraftConfig(**{**data, "layer_ids": tuple(data["layer_ids"]), "layer_types": tuple(data["layer_types"])})
     ids = json.loads((artifact / _VOCAB).read_text())
     vocab = None if ids is None else DraftVocab(torch.tensor(ids), config.vocab_size)
-    drafter = BlockDrafter(config)
+    drafter = get_spec(algorithm).build(config)
     drafter.load_state_dict(load_best(artifact.path))
     return Trained(config, vocab, drafter.eval(), artifact.manifest.about)
 
@@ -88,10 +89,10 @@ def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | N
     )
     held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
-    drafter = BlockDrafter(config).to(line.target.device)
+    drafter = get_spec(config.algorithm).build(config).to(line.target.device)
     if recipe.drafter.init == "target":
         first = first_copied_layer(line.target.spec.num_layers, config)
-        layers = [dict(layer.state_dict()) for layer in line.target.layers[first : first + config.num_layers]]
+        layers = line.target.layer_weights(first, config.num_layers)
         feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
         init_from_target(drafter, layers, line.target.norm_weight, feature=feature)
     return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, line.target.spec.eos_ids, on_step)
@@ -135,7 +136,9 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
     spec = target.spec
     facts = target_facts(spec)
     settings = recipe.drafter.model_copy(update={"algorithm": algorithm})
-    mask = settings.mask_token_id if settings.mask_token_id is not None else pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
+    mask = settings.mask_token_id
+    if mask is None and get_spec(algorithm).masks:
+        mask = pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
     config = make_config(settings, facts, line.layer_ids, mask)
     frozen = weights_checksum(target.model)
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
-from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.rows import Drafter, Reranked
 from firesteel.kernels.linear import half_products, wants_half
 from firesteel.kernels.memory import map_large_blocks
 from firesteel.losses.fused import fused_loss
@@ -36,7 +36,7 @@ class TrainJob:
     """What a training run needs.
 
     Attributes:
-        drafter: module with `config` and `training_rows`.
+        drafter: a `torch.nn.Module` that is also a `drafters.rows.Drafter`.
         tables: the target's frozen embedding and head, cut to the draft vocabulary.
         source: the training batches; a batch depends on the seed and its number only.
         held_out: batches for validation (every eligible anchor).
@@ -45,7 +45,7 @@ class TrainJob:
         on_step: called after each step with what a console shows.
     """
 
-    drafter: BlockDrafter
+    drafter: Any
     tables: SharedTables
     source: BatchSource
     held_out: list[Batch]
@@ -126,27 +126,41 @@ def prepare_memory(job: TrainJob) -> None:
 
 def run_validation(job: TrainJob, *, keep_blocks: bool = False) -> Validation:
     """Evaluate the drafter as it is on the held-out batches."""
-    return validate(_evaluated(job), sample_from_anchor=job.drafter.config.sample_from_anchor, eos_ids=job.eos_ids, keep_blocks=keep_blocks)
+    job.drafter.eval()
+    found = validate(_evaluated(job), sample_from_anchor=job.drafter.config.sample_from_anchor, eos_ids=job.eos_ids, keep_blocks=keep_blocks)
+    job.drafter.train()
+    return found
 
 
 def compute_loss(job: TrainJob, batch: Batch, weights: LossWeights, denominator: float | None = None) -> tuple[LossResult, Tensor | None]:
     """One forward pass: the loss of a batch and the confidence logits."""
-    tables = job.tables
-    rows = job.drafter.training_rows(batch, tables.embed, tables.head)
+    tables, drafter = job.tables, cast(Drafter, job.drafter)
+    rows = drafter.training_rows(batch, tables.embed, tables.head)
     teacher = Teacher(tables.teacher_states(batch.target_last), tables.teacher_weight, tables.teacher_head, batch.target_lognorm)
     result = fused_loss(
         rows.pieces,
         tables.draft_head,
         teacher,
         batch.draft_labels,
-        batch.weights,
+        batch.weights if rows.kept is None else batch.weights * rows.kept,
         batch.slot_target,
         weights,
         rows.confidence_logits,
         denominator=denominator,
         compile=job.train.compile,
+        candidates=rows.candidates,
     )
+    if rows.rerank is not None:
+        assert result.candidates is not None, "asked for above"
+        assert result.candidate_teacher is not None, "comes with the candidates"
+        result = _with_second_choice(result, rows.rerank(result.candidates, result.candidate_teacher))
     return result, rows.confidence_logits
+
+
+def _with_second_choice(result: LossResult, second: Reranked) -> LossResult:
+    """The loss of a drafter that chooses again among the likeliest tokens: both choices are trained, the second one is what is judged."""
+    extra = (result.weights * torch.where(result.valid, second.loss, 0)).sum() / result.denominator
+    return replace(result, loss=result.loss + extra, correct=second.correct & result.valid, accept=second.accept * result.valid)
 
 
 def backward(job: TrainJob, batch: Batch, weights: LossWeights) -> LossResult:

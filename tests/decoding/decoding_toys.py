@@ -67,7 +67,7 @@ class ToyDrafter:
     deterministic: bool = False
     seen: list[int] = field(default_factory=list)
 
-    def observe(self, aux: Tensor) -> None:
+    def observe(self, tokens: object, aux: Tensor) -> None:
         self.seen += [int(x) for x in aux[:, 0]]
 
     def rewind(self, length: int) -> None:

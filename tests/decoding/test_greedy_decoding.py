@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,7 +31,10 @@ class Oracle:
     asked: list[int] = field(default_factory=list)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
-    def observe(self, aux: Tensor) -> None:
+    def observe(self, tokens: Sequence[int], aux: Tensor) -> None:
+        """The engine must say the text's own tokens, each with its states."""
+        start = len(self.aux)
+        assert list(tokens) == self.text[start : start + len(aux)]
         self.aux = torch.cat([self.aux, aux])
 
     def rewind(self, length: int) -> None:

@@ -64,7 +64,7 @@ def test_session_equals_training_at_every_anchor(name: str) -> None:
                 torch.testing.assert_close(torch.tensor(draft.confidences), confidence.sigmoid(), rtol=1e-3, atol=1e-5)
             else:
                 assert draft.confidences is None
-        session.observe(batch.context[anchor : anchor + 1])
+        session.observe((), batch.context[anchor : anchor + 1])
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash", "mixed-causal"])
@@ -78,7 +78,7 @@ def test_states_equal_training_in_one_batch(name: str) -> None:
     session = open_session(config, drafter)
     for anchor in anchors:
         torch.testing.assert_close(session.states(int(batch.token_ids[anchor])), trained[anchor], rtol=1e-4, atol=1e-4)
-        session.observe(batch.context[anchor : anchor + 1])
+        session.observe((), batch.context[anchor : anchor + 1])
 
 
 @pytest.mark.parametrize("name", ["dspark", "gated-reduced", "rnn", "rnn-fill-in"])
@@ -93,7 +93,7 @@ def test_picking_equals_one_token_at_a_time(name: str, temperature: float) -> No
         drafter.markov_head.markov_w2.weight.mul_(6)
         head *= 0.2
     session = BlockSession(drafter, embed, head, draft_to_target=ids if config.reduced_vocab else None, max_length=16)
-    session.observe(make_batch(config, [12], [0]).context)
+    session.observe((), make_batch(config, [12], [0]).context)
     mapped = ids if config.reduced_vocab else torch.arange(config.vocab_size)
     changed = 0
     for token in range(40):
@@ -117,7 +117,7 @@ def test_pruning_reads_few_rows_and_agrees(monkeypatch: pytest.MonkeyPatch) -> N
     config = replace(TINY, vocab_size=4000, draft_vocab_size=4000, block_size=8)
     drafter = make_drafter(config)
     session = open_session(config, drafter)
-    session.observe(make_batch(config, [12], [0]).context)
+    session.observe((), make_batch(config, [12], [0]).context)
     picker = session._picker
     pruned = [session.draft(t, 8).tokens for t in range(60)]
     full: list[int] = []
@@ -135,7 +135,7 @@ def test_sampling_follows_the_distribution() -> None:
     """First token against its probabilities, and second given the first."""
     config = replace(REDUCED, draft_vocab_size=5)
     session = open_session(config, make_drafter(config))
-    session.observe(make_batch(config, [6], [0]).context)
+    session.observe((), make_batch(config, [6], [0]).context)
     generator = torch.Generator().manual_seed(5)
     draws, rounds = [session.draft(11, 2, temperature=2.5, generator=generator) for _ in range(1500)], 1500
     expected = session.expand(draws[0].probs)[0]  # type: ignore[arg-type]
@@ -161,17 +161,17 @@ def test_rewind_and_chunks_do_not_matter() -> None:
     drafter = make_drafter(MIXED)
     batch = make_batch(MIXED, [TOKENS], [0])
     plain, wild = open_session(MIXED, drafter), open_session(MIXED, drafter)
-    plain.observe(batch.context[:15])
-    wild.observe(batch.context[3:10])  # another text first
+    plain.observe((), batch.context[:15])
+    wild.observe((), batch.context[3:10])  # another text first
     wild.draft(5, 4)
     wild.rewind(0)
-    wild.observe(batch.context[:9])
-    wild.observe(batch.context[20:23])
+    wild.observe((), batch.context[:9])
+    wild.observe((), batch.context[20:23])
     wild.draft(8, 3)
     wild.rewind(9)
-    wild.observe(batch.context[9:9])
+    wild.observe((), batch.context[9:9])
     for i in range(9, 15):
-        wild.observe(batch.context[i : i + 1])
+        wild.observe((), batch.context[i : i + 1])
         wild.draft(int(batch.token_ids[i + 1]), 2)
     same(plain.draft(7, 4), wild.draft(7, 4))
     with pytest.raises(RecipeError, match="rewind"):
@@ -180,7 +180,7 @@ def test_rewind_and_chunks_do_not_matter() -> None:
 
 def test_fewer_tokens_are_a_prefix() -> None:
     session = open_session(TINY, make_drafter(TINY))
-    session.observe(make_batch(TINY, [6], [0]).context)
+    session.observe((), make_batch(TINY, [6], [0]).context)
     whole, part = session.draft(3, 4), session.draft(3, 2)
     assert whole.tokens[:2] == part.tokens
     assert torch.allclose(torch.tensor(whole.confidences)[:2], torch.tensor(part.confidences))
@@ -194,18 +194,18 @@ def test_context_grows_to_the_limit_and_no_further() -> None:
     session = open_session(DFLASH, drafter, max_length=1300)
     context = make_batch(DFLASH, [1300], [0]).context
     for start in range(0, 1300, 130):
-        session.observe(context[start : start + 130])
+        session.observe((), context[start : start + 130])
     embed, _, _ = make_tables(DFLASH)
     batch = make_batch(DFLASH, [1301], [1300])
     batch = replace(batch, context=torch.cat([context, context[:1]]))
     torch.testing.assert_close(session.states(int(batch.token_ids[1300])), drafter.states(batch, embed)[0].detach(), rtol=1e-3, atol=1e-4)
     with pytest.raises(ResourceError, match="1300 positions"):
-        session.observe(context[:1])
+        session.observe((), context[:1])
 
 
 def test_expand_puts_probabilities_at_target_ids() -> None:
     session = open_session(REDUCED, make_drafter(REDUCED))
-    session.observe(make_batch(REDUCED, [6], [0]).context)
+    session.observe((), make_batch(REDUCED, [6], [0]).context)
     draft = session.draft(3, 4, temperature=1.0, generator=torch.Generator().manual_seed(1))
     assert draft.probs is not None
     assert draft.probs.shape == (4, 17)
@@ -221,8 +221,8 @@ def test_confidence_temperatures_scale_each_position() -> None:
     drafter = make_drafter(TINY)
     plain, scaled = open_session(TINY, drafter), open_session(TINY, drafter, temperatures=[1.0, 2.0, 0.5, 4.0])
     context = make_batch(TINY, [6], [0]).context
-    plain.observe(context)
-    scaled.observe(context)
+    plain.observe((), context)
+    scaled.observe((), context)
     logits = torch.tensor(plain.draft(3, 3).confidences).logit()
     torch.testing.assert_close(torch.tensor(scaled.draft(3, 3).confidences), (logits / torch.tensor([1.0, 2.0, 0.5])).sigmoid(), rtol=1e-3, atol=1e-5)
 
@@ -245,6 +245,6 @@ def test_packed_head_and_other_dtypes() -> None:
     plain = open_session(TINY, drafter)
     double = BlockSession(make_drafter(TINY, dtype=torch.float64), embed, head, draft_to_target=None, max_length=8)
     for session in (packed, plain, double):
-        session.observe(context)
+        session.observe((), context)
     same(packed.draft(3, 4), plain.draft(3, 4))
     assert double.draft(3, 4).tokens == plain.draft(3, 4).tokens

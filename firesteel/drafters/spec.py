@@ -1,0 +1,106 @@
+"""DraftSpec: everything that the rest of Firesteel must know of a draft algorithm, in one object.
+
+Training, calibration, packaging and evaluation go through it alone, so a new algorithm is one module and one `register` call.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from torch import nn
+
+from firesteel import recipe as recipes
+from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.keys import Key
+from firesteel.drafters.layer_json import LayerFields
+from firesteel.drafters.rows import DraftSession
+from firesteel.errors import RecipeError
+
+
+def _nothing(settings: recipes.Drafter) -> dict[str, Any]:
+    return {}
+
+
+def _no_limits(config: DraftConfig) -> list[str]:
+    return []
+
+
+def _fine(config: DraftConfig) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """One algorithm.
+
+    Attributes:
+        name: as in `drafter.algorithm`, and in the checkpoint's `speculators_model_type`.
+        title: how people write it.
+        architecture: name in the checkpoint's `architectures`.
+        build: makes the trainable module (see `rows.Drafter`), freshly initialised.
+        session: makes the decoding session; called as `BlockSession` is.
+        keys: the trained tensors of a checkpoint.
+        schema: what config.json holds of this algorithm beside the common frame, validated strictly.
+        to_json: a config -> those fields.
+        from_json: those fields (validated), `transformer_layer_config` and the file's name -> values of `DraftConfig`.
+        options: the recipe -> values of `DraftConfig` that only this algorithm has.
+        check: refuses a config whose values contradict the algorithm (CheckpointError).
+        sample_from_anchor: what an empty `drafter.sample_from_anchor` means.
+        anchor_choice: whether the recipe may say otherwise.
+        heads: whether it has Markov and confidence heads at all.
+        masks: whether it needs a mask token.
+        reduced_vocab: whether a reduced draft vocabulary is possible.
+        method: vLLM's name of it in `--speculative-config`.
+        serving: more of that config.
+        limits: what a user must know before serving, a sentence each.
+    """
+
+    name: str
+    title: str
+    architecture: str
+    build: Callable[[DraftConfig], nn.Module]
+    session: Callable[..., DraftSession]
+    keys: Callable[[DraftConfig], dict[str, Key]]
+    schema: type[BaseModel]
+    to_json: Callable[[DraftConfig], dict[str, Any]]
+    from_json: Callable[[Any, LayerFields, str], dict[str, Any]]
+    options: Callable[[recipes.Drafter], dict[str, Any]] = _nothing
+    check: Callable[[DraftConfig], None] = _fine
+    sample_from_anchor: bool = True
+    anchor_choice: bool = False
+    heads: bool = False
+    masks: bool = True
+    reduced_vocab: bool = True
+    method: str = ""
+    serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
+    limits: Callable[[DraftConfig], list[str]] = _no_limits
+
+
+_specs: dict[str, DraftSpec] = {}
+
+
+def register(spec: DraftSpec) -> None:
+    """Add an algorithm, or replace the one of its name."""
+    _specs[spec.name] = spec
+
+
+def names() -> list[str]:
+    """Registered algorithms, sorted."""
+    return sorted(_specs)
+
+
+def get_spec(name: str) -> DraftSpec:
+    """The algorithm of this name.
+
+    Raises:
+        RecipeError: there is none; names the nearest.
+    """
+    if name not in _specs:
+        near = difflib.get_close_matches(name, _specs, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names())}"
+        raise RecipeError(f"drafter.algorithm={name} is not known", mend=hint)
+    return _specs[name]

@@ -72,6 +72,9 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
         missing = [name for name in _COPIED if name not in source]
         if missing:
             raise RecipeError(f"drafter.init=target: the target's layers have no {missing[0]}", mend="set drafter.init=random")
+        foreign = [name for name in source if name not in (*_COPIED, *_COPIED_IF_THERE) and not name.endswith("_proj.bias")]
+        if foreign:
+            raise RecipeError(f"drafter.init=target: a drafter's layers have no {foreign[0]}, the target's do", mend="set drafter.init=random")
         pairs += [(f"layers.{number}.{name}", own[f"layers.{number}.{name}"], source[name]) for name in (*_COPIED, *_COPIED_IF_THERE) if name in source]
     if final_norm is not None:
         pairs.append(("norm.weight", own["norm.weight"], _CALM * final_norm))

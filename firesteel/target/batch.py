@@ -61,7 +61,7 @@ class TransformersBatch:
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows.to(self.mask.device))
+        self.cache.reorder_cache(rows.to(self.mask.device))  # batch_select_indices, which recurrent layers lack too, does the same
         self.mask = self.mask[rows.to(self.mask.device)]
 
     def _forward(self, ids: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class TargetHead:
         norm: the target's final norm module.
         weight: `[V, d]` LM head.
         scale, softcap: logits are `softcap * tanh(scale * x / softcap)`.
-        embed: `[V, d]` input embedding table (the same tensor where tied).
+        embed: `[V, d]` input embedding table (the same tensor where tied). A target may multiply its rows (`TargetSpec.embed_scale`);
+            drafters take them as they are, since servers share the bare table.
     """
 
     norm: nn.Module

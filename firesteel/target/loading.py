@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from firesteel import recipe as recipes
 from firesteel.errors import ResourceError, TargetError
@@ -47,21 +48,36 @@ def load_model(path: str, settings: recipes.Target) -> Any:
     """Load the causal model, frozen and in evaluation mode.
 
     Raises:
-        TargetError: incomplete or unreadable weights.
+        TargetError: incomplete or unreadable weights, or a package that their quantisation needs is not there.
     """
     device = pick_device(settings.device)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, revision=settings.revision, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code
+        model, found = _auto_class(path, settings).from_pretrained(
+            path, revision=settings.revision, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code, output_loading_info=True
         )
+    except ImportError as e:
+        raise TargetError(f"target.model={settings.model} cannot be loaded: {str(e).strip().splitlines()[0]}", mend="install the package that it names") from e
     except (OSError, ValueError, SafetensorError, RuntimeError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise TargetError(
             f"target.model={settings.model} cannot be loaded: {first}",
             mend="an interrupted download leaves short files: delete the folder and fetch it again, or fix target.model",
         ) from e
+    if missing := sorted(found["missing_keys"]):
+        raise TargetError(
+            f"target.model={settings.model}: {len(missing)} weights are not in its files, the first {missing[0]}; they would be random",
+            mend="fetch the folder again; if it is whole, its config.json names another architecture than its weights have",
+        )
     model.requires_grad_(False)
     return model.eval().to(device)
+
+
+def _auto_class(path: str, settings: recipes.Target) -> Any:
+    """Transformers' class for the architecture: causal, or multimodal with a causal text model where it has no other (Mistral 3)."""
+    config = transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    nested = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if nested and not remote else transformers.AutoModelForCausalLM
 
 
 def load_tokenizer(path: str, settings: recipes.Target) -> Any:
@@ -83,9 +99,10 @@ def load_tokenizer(path: str, settings: recipes.Target) -> Any:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All token ids that end a text: of the generation config, the config and the tokenizer."""
+    """All token ids that end a text: of the generation config, the config (a multimodal one's text part, too) and the tokenizer."""
     found: set[int] = set()
-    for value in (getattr(model.generation_config, "eos_token_id", None), getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id):
+    configs = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
+    for value in (getattr(c, "eos_token_id", None) for c in configs):
         if value is not None:
             found.update(int(v) for v in (value if isinstance(value, list | tuple) else [value]))
     return tuple(sorted(found))

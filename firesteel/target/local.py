@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from firesteel import recipe as recipes
+from firesteel.errors import RecipeError
 from firesteel.target.head import TargetHead, decoder, final_norm, make_head
 from firesteel.target.loading import eos_ids, load_model, load_tokenizer, resolve_target
 from firesteel.target.spec import TargetSpec, check_layer_ids, default_layer_ids, read_spec
@@ -35,10 +36,27 @@ class LocalTarget:
 
     @property
     def norm_weight(self) -> Tensor:
-        """`[d]` weight of the final norm."""
-        weight = self.head.norm.weight
-        assert isinstance(weight, Tensor), "a norm has a weight"
-        return weight
+        """`[d]` what the final norm multiplies by.
+
+        Raises:
+            RecipeError: it is not an RMSNorm.
+        """
+        return self.head.norm.get_parameter("weight").detach() + self._norm_offset()
+
+    def layer_weights(self, first: int, count: int) -> list[dict[str, Tensor]]:
+        """State dicts of `count` layers from layer `first` on, for a drafter to copy: norms hold what they multiply by.
+
+        Raises:
+            RecipeError: the target's norms are not RMSNorm.
+        """
+        offset = self._norm_offset()
+        states = [layer.state_dict() for layer in self.layers[first : first + count]]
+        return [{n: t + offset if n.endswith("norm.weight") else t for n, t in state.items()} for state in states]
+
+    def _norm_offset(self) -> float:
+        if self.spec.norm_offset is None:
+            raise RecipeError("drafter.init=target: the target's norms are not the RMSNorm that a drafter has", mend="set drafter.init=random")
+        return self.spec.norm_offset
 
     def layer_ids(self, wanted: list[int] | str) -> tuple[int, ...]:
         """The recipe's `target.layer_ids`, checked; `auto` becomes the default picks."""

@@ -1,8 +1,8 @@
 """TargetSession: batch-1 incremental decoding of a target that also yields its captured layer states.
 
-Two engines stand behind it. `lean` (see `target.lean`) runs Llama-like float32 models on a CPU with few operations and
-packed weights; `generic` runs any Transformers causal model whose cache can be cropped. `auto` takes the lean one
-where the model's structure allows it *and* its logits and states equal the model's own on a probe.
+Three engines stand behind it. `lean` (see `target.lean`) runs Llama-like float32 models on a CPU with few operations and
+packed weights; `generic` and `recurrent` (see `target.generic`) run any Transformers causal model, the latter those with recurrent
+layers. `auto` takes the lean one where the model's structure allows it. Every engine must equal the model's own logits and states on a probe.
 
 In float32 a token's logits may differ in the last bits between a step of one token and a step of many, because matrix
 kernels add in another order. Greedy outputs differ only where two tokens tie within that rounding.
@@ -11,7 +11,6 @@ kernels add in another order. Greedy outputs differ only where two tokens tie wi
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from firesteel.errors import TargetError
 from firesteel.kernels.linear import preferred
 from firesteel.kernels.packed import pack_linears
+from firesteel.target.generic import GenericDecoder, RecurrentDecoder, has_states
 from firesteel.target.lean import LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 from firesteel.target.spec import check_layer_ids
@@ -61,11 +59,11 @@ class TargetSession:
         layer_ids: captured layers; id i is the residual stream before layer i (`hidden_states[i]`), the number of
             layers is the stream after the last one, before the final norm.
         max_length: positions that a sequence may have, prompt included.
-        engine: `auto`, or one engine by name.
+        engine: `auto`, `lean`, or `generic` for Transformers' own forward pass. `engine_name` tells what it became.
 
     Raises:
         RecipeError: a layer that the target does not have.
-        TargetError: a cache that cannot be cropped, or an engine asked for by name that does not fit.
+        TargetError: decoding step by step differs from the target's own pass, or an engine asked for by name does not fit.
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, engine: Literal["auto", "lean", "generic"] = "auto") -> None:
@@ -109,31 +107,6 @@ class TargetSession:
         self.length = length
 
 
-class GenericDecoder:
-    """Any Transformers causal model with a cache that can be cropped; linear layers packed where that is possible."""
-
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, pack: bool) -> None:
-        _check_croppable(model)
-        self.model = _packed_copy(model) if pack else model
-        self.layer_ids = tuple(layer_ids)
-        self.trims_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.cache = DynamicCache()
-
-    @torch.inference_mode()
-    def forward(self, tokens: Tensor, start: int, keep: int) -> tuple[Tensor, Tensor]:
-        surplus = self.cache.get_seq_length() - start
-        if start == 0:
-            # Made without the config: sliding layers, too, keep every position, so that any length can be returned to.
-            # Their window is then applied by the attention mask alone.
-            self.cache = DynamicCache()
-        elif surplus > 0:
-            self.cache.crop(-surplus)
-        with capture(self.model, self.layer_ids) as states:
-            trim = {"logits_to_keep": keep} if self.trims_logits else {}
-            logits = self.model(tokens[None], past_key_values=self.cache, use_cache=True, **trim).logits[0, -keep:]
-        return logits, stack_layers(states, self.layer_ids)[0].flatten(1)
-
-
 def _choose(model: Any, layer_ids: tuple[int, ...], max_length: int, wanted: str) -> tuple[str, _Engine]:
     if wanted != "generic":
         engine, why = _try_lean(model, layer_ids, max_length)
@@ -142,17 +115,18 @@ def _choose(model: Any, layer_ids: tuple[int, ...], max_length: int, wanted: str
         if wanted == "lean":
             raise TargetError(f"this target cannot run on the lean engine: {why}", mend="use the engine `auto` or `generic`")
     dtype = model.get_input_embeddings().weight.dtype
-    if dtype == torch.float32 and _packable(model):
-        packed = GenericDecoder(model, layer_ids, pack=True)
+    name, kind = ("recurrent", RecurrentDecoder) if has_states(model) else ("generic", GenericDecoder)
+    if dtype == torch.float32 and _packable(model) and (twin := _packed_copy(model)) is not None:
+        packed = kind(twin, layer_ids)
         if _difference(packed, model, layer_ids, max_length) <= _TOLERANCE[dtype]:
-            return "generic", packed
-    plain = GenericDecoder(model, layer_ids, pack=False)
+            return name, packed
+    plain = kind(model, layer_ids)
     if (off := _difference(plain, model, layer_ids, max_length)) > _TOLERANCE.get(dtype, 5e-2):
         raise TargetError(
             f"decoding step by step with this target differs from its forward pass over the whole text (by {off:.1e} of the largest value)",
             mend="its cache cannot be rewound exactly; use a target with plain attention layers",
         )
-    return "generic", plain
+    return name, plain
 
 
 def _try_lean(model: Any, layer_ids: tuple[int, ...], max_length: int) -> tuple[_Engine | None, str]:
@@ -189,19 +163,10 @@ def _difference(engine: _Engine, model: Any, layer_ids: tuple[int, ...], max_len
     return worst
 
 
-def _check_croppable(model: Any) -> None:
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    bad = sorted({type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)})
-    if bad:
-        raise TargetError(
-            f"the cache of this target cannot be cropped after a rejected draft ({', '.join(bad)})",
-            mend="targets with recurrent or linear-attention layers are decoded by an engine that snapshots their state, such as vLLM",
-        )
-
-
 def _packable(model: Any) -> bool:
-    weights = list(model.parameters())
-    return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in weights) and _memory_for_copy(model)
+    if getattr(model.config, "quantization_config", None) is not None:  # its linear layers do more than their weights tell
+        return False
+    return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in model.parameters()) and _memory_for_copy(model)
 
 
 def fast_twin(model: Any, *, half: bool = False) -> Any:
@@ -210,13 +175,23 @@ def fast_twin(model: Any, *, half: bool = False) -> Any:
     `half`: the products of a float32 model run in bfloat16; what passes from layer to layer stays float32.
     """
     fits = model.get_input_embeddings().weight.dtype == torch.float32 and (half or preferred() == "onednn") and _packable(model)
-    return _packed_copy(model, rows=256, half=half) if fits else model
+    twin = _packed_copy(model, rows=256, half=half) if fits else None
+    return model if twin is None else twin
 
 
-def _packed_copy(model: Any, rows: int = 8, *, half: bool = False) -> Any:
-    """The same model with packed linear layers; all other parameters and buffers are shared, and the original stays as it is."""
+def _packed_copy(model: Any, rows: int = 8, *, half: bool = False) -> Any | None:
+    """The same model with packed linear layers; all other parameters and buffers are shared, and the original stays as it is.
+
+    None where other code of the model reads a linear layer's weight (GLM-5 unfolds its latent projection so): a packed one has none.
+    """
     shared: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return pack_linears(copy.deepcopy(model, shared), rows, half=half)
+    twin = pack_linears(copy.deepcopy(model, shared), rows, half=half)
+    try:
+        with torch.inference_mode():
+            twin(torch.tensor([[0, 1]]), use_cache=False)
+    except AttributeError:
+        return None
+    return twin
 
 
 def _memory_for_copy(model: Any) -> bool:

@@ -129,21 +129,11 @@ def test_window_that_never_binds_runs_lean():
     assert TargetSession(model, IDS, max_length=65).engine_name == "generic"
 
 
-def test_recurrent_targets_are_refused():
-    config = transformers.Qwen3NextConfig(
-        **SIZES,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-    )
-    with pytest.raises(TargetError, match="cannot be cropped"):
-        TargetSession(transformers.Qwen3NextForCausalLM(config).eval(), (1,), max_length=20)
+def test_layers_without_any_cache_are_refused():
+    model = make("llama")
+    model.config.layer_types = ["full_attention", "something_else"] * 2
+    with pytest.raises(TargetError, match="has no cache for the layers"):
+        TargetSession(model, (1,), max_length=20, engine="generic")
 
 
 def test_limits_are_named():

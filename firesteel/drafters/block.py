@@ -23,7 +23,7 @@ from firesteel.kernels.linear import linear
 
 
 class BlockDrafter(nn.Module):
-    """A drafter of blocks, freshly initialised.
+    """A drafter of blocks, freshly initialised. `layer_class` is what its layers are made of.
 
     Args:
         config: shape and contract.
@@ -33,6 +33,8 @@ class BlockDrafter(nn.Module):
         RecipeError, CheckpointError: the config asks for what does not exist.
     """
 
+    layer_class: type[DraftLayer] = DraftLayer
+
     def __init__(self, config: DraftConfig, *, sparse_w1: bool = False) -> None:
         super().__init__()
         _check(config)
@@ -40,7 +42,7 @@ class BlockDrafter(nn.Module):
         self.rope = Rope(config)
         self.fc = nn.Linear(len(config.layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = MarkovHead(config, sparse=sparse_w1) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None

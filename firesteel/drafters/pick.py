@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ class Picked:
     tokens: list[int]
     probs: Tensor | None
     confidences: list[float] | None
+
+
+class Picker(Protocol):
+    """Turns a block's states into tokens."""
+
+    def pick(self, z: Tensor, anchor: int, temperature: float, generator: torch.Generator | None) -> Picked:
+        """`z [n, h]` of the n first predicting slots -> n tokens after `anchor` (a target id)."""
+        ...
 
 
 class TokenPicker:

@@ -16,15 +16,18 @@ from torch.nn import functional as F
 from firesteel.drafters.block import BlockDrafter, mask_token
 from firesteel.drafters.config import SLIDING
 from firesteel.drafters.layers import DraftLayer
-from firesteel.drafters.pick import TokenPicker
+from firesteel.drafters.pick import Picker, TokenPicker
 from firesteel.drafters.rows import Draft
 from firesteel.errors import RecipeError, ResourceError
 from firesteel.kernels.packed import PackedLinear
 
 _FIRST_CAPACITY = 512  # positions of context to make room for at first; doubled as needed
 
+# First position that any slot sees, and what each sees from there: `[rep * g, keys]` bool, or None for everything.
+Mask = tuple[int, Tensor | None]
 
-class _Layer:
+
+class PackedLayer:
     """Packed weights of one layer; queries, keys and values in one product."""
 
     def __init__(self, layer: DraftLayer, windowed: bool) -> None:
@@ -73,7 +76,7 @@ class BlockSession:
         self._first = 0 if config.sample_from_anchor else 1
         self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
         modules = [layer for layer in drafter.layers if isinstance(layer, DraftLayer)]
-        self._layers = [_Layer(layer, kind == SLIDING) for layer, kind in zip(modules, config.layer_types, strict=True)]
+        self._layers = [self.pack_layer(layer, kind == SLIDING) for layer, kind in zip(modules, config.layer_types, strict=True)]
         # Context features are the same for all layers: keys and values of all come out of one product, [L, k | v, Hkv, D].
         self._context_kv = PackedLinear(torch.cat([w for layer in modules for w in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight)]))
         self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in modules])[:, None]  # [L, 1, D]
@@ -84,7 +87,15 @@ class BlockSession:
         self._embed = embed.detach()
         self._inputs = F.embedding(torch.full((config.block_size,), mask_token(config), device=self.device), self._embed).to(self.dtype)
         packed_head = head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
-        self._picker = TokenPicker(packed_head, drafter.markov_head, drafter.confidence_head, self.draft_to_target, confidence_temperatures)
+        self._picker = self.make_picker(drafter, packed_head, confidence_temperatures)
+
+    def pack_layer(self, layer: DraftLayer, windowed: bool) -> PackedLayer:
+        """What `layer` needs of its weights."""
+        return PackedLayer(layer, windowed)
+
+    def make_picker(self, drafter: BlockDrafter, head: PackedLinear, temperatures: Sequence[float] | None) -> Picker:
+        """What turns final hidden states into tokens."""
+        return TokenPicker(head, drafter.markov_head, drafter.confidence_head, self.draft_to_target, temperatures)
 
     @torch.inference_mode()
     def observe(self, tokens: Sequence[int] | Tensor, aux: Tensor) -> None:
@@ -125,30 +136,36 @@ class BlockSession:
     @torch.inference_mode()
     def states(self, anchor: int) -> Tensor:
         """Final hidden states `[g, h]` of the block behind `anchor`."""
-        g, start = self.config.block_size, self.length
-        end, rotated = start + g, self._heads + self._kv
-        self._reserve(end)
-        cos, sin = self._cos[start:end], self._sin[start:end]
-        masks: dict[bool, tuple[int, Tensor | None]] = {}
+        self._reserve(self.length + self.config.block_size)
+        masks = {windowed: self._mask(windowed) for windowed in {layer.windowed for layer in self._layers}}
         x = self._inputs.clone()
         x[0] = self._embed[anchor]
         for i, layer in enumerate(self._layers):
-            y = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, self._eps)
-            qkv = layer.qkv(y).view(g, rotated + self._kv, self._dim)
-            qk = self._rotate(F.rms_norm(qkv[:, :rotated], (self._dim,), None, self._eps) * layer.qk_norm, cos, sin)
-            # The block's own keys and values lie behind the context for the time of this call; the next one overwrites them.
-            self._keys[i, :, start:end] = qk[:, self._heads :].transpose(0, 1)
-            self._values[i, :, start:end] = qkv[:, rotated:].transpose(0, 1)
-            if layer.windowed not in masks:
-                masks[layer.windowed] = self._mask(layer.windowed)
-            low, mask = masks[layer.windowed]
-            # Query heads that share a key head become rows of it, so that keys need not be repeated.
-            q = qk[:, : self._heads].transpose(0, 1).reshape(1, self._kv, -1, self._dim)
-            seen = F.scaled_dot_product_attention(q, self._keys[None, i, :, low:end], self._values[None, i, :, low:end], attn_mask=mask)
-            x = layer.out.plus(seen.reshape(self._heads, g, self._dim).transpose(0, 1).reshape(g, -1), x)
-            y = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
-            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+            x = self.run_layer(i, layer, x, masks[layer.windowed])
         return F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+
+    def run_layer(self, i: int, layer: PackedLayer, x: Tensor, mask: Mask) -> Tensor:
+        """Layer i of a block: `[g, h]` -> `[g, h]`."""
+        y = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, self._eps)
+        x = layer.out.plus(self.attend(i, layer, y, mask), x)
+        y = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
+        return layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+
+    def attend(self, i: int, layer: PackedLayer, y: Tensor, mask: Mask) -> Tensor:
+        """What layer i's heads gather from context and block for its normed inputs `[g, h]`: `[g, H * D]`."""
+        g, start = self.config.block_size, self.length
+        end, rotated = start + g, self._heads + self._kv
+        qkv = layer.qkv(y).view(g, rotated + self._kv, self._dim)
+        qk = F.rms_norm(qkv[:, :rotated], (self._dim,), None, self._eps) * layer.qk_norm
+        qk = self._rotate(qk, self._cos[start:end], self._sin[start:end])
+        # The block's own keys and values lie behind the context for the time of this call; the next one overwrites them.
+        self._keys[i, :, start:end] = qk[:, self._heads :].transpose(0, 1)
+        self._values[i, :, start:end] = qkv[:, rotated:].transpose(0, 1)
+        low, seen = mask
+        # Query heads that share a key head become rows of it, so that keys need not be repeated.
+        q = qk[:, : self._heads].transpose(0, 1).reshape(1, self._kv, -1, self._dim)
+        mixed = F.scaled_dot_product_attention(q, self._keys[None, i, :, low:end], self._values[None, i, :, low:end], attn_mask=seen)
+        return mixed.reshape(self._heads, g, self._dim).transpose(0, 1).reshape(g, -1)
 
     def rewind(self, length: int) -> None:
         """Forget all positions from `length` on."""
@@ -162,7 +179,7 @@ class BlockSession:
             return probs
         return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
 
-    def _mask(self, windowed: bool) -> tuple[int, Tensor | None]:
+    def _mask(self, windowed: bool) -> Mask:
         """First position that any slot sees, and what each sees from there: None for everything, or `[rep * g, keys]` bool."""
         g, start = self.config.block_size, self.length
         low = max(0, start - self.config.sliding_window + 1) if windowed else 0

@@ -88,6 +88,18 @@ class Hidden(Section):
     )
 
 
+class Eagle(Section):
+    layer_style: Literal["llama", "qwen3"] = Field("llama", description="Layers without (llama) or with (qwen3) query and key norms; vLLM serves `llama`.")
+    norm_before_residual: bool | None = Field(
+        None, description="The normalised feature goes on in the residual stream; empty takes the algorithm's own (eagle3 true, peagle false)."
+    )
+    norm_before_fc: bool = Field(False, description="One norm over all captured states before `fc`.")
+    fc_norm: bool = Field(False, description="A norm for each captured state before `fc` (not together with norm_before_fc).")
+    norm_output: bool = Field(False, description="eagle3: the next step gets the state after the last norm instead of before it (EAGLE-3.1).")
+    drop_ratio: float = Field(0.7, description="peagle: share of the chains that keep each further slot in training (conditional-drop sampling).", gt=0, le=1)
+    drop_floor: float = Field(0.2, description="peagle: share of the chains that keep every slot at least.", ge=0, le=1)
+
+
 class Drafter(Section):
     algorithm: str = Field("dspark", description="`dspark` or `dflash`.")
     num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
@@ -113,6 +125,7 @@ class Drafter(Section):
     )
     init: Literal["random", "target"] = Field("random", description="`target` starts the layers from the target's own last layers.")
     mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
+    eagle: Eagle = Field(default_factory=Eagle, description="What only eagle3 and peagle have.")
 
 
 class Loss(Section):

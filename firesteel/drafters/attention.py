@@ -4,6 +4,8 @@ Who sees what. A block with its anchor at packed index a has query positions pos
   - context t of its own document with t < a, in a sliding layer only where pos(a) + k - pos(t) < window (as vLLM slides:
     the window counts the query itself, so the last window - 1 positions before it);
   - the slots of its own block: all of them, or with `causal` only slots <= k. (A block is never longer than the window.)
+Drafters that compute a block slot by slot ask for the last `queries` slots only; drafters whose keys pair a token with the state before it
+have none at the first `skip` positions of a document.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from firesteel.batches.batch import Batch
 from firesteel.errors import RecipeError
 
 Pair = tuple[Tensor, Tensor]
-# (queries [N, g, H, D], keys and values of the context, each [T, Hkv, D], of the block, each [N, g, Hkv, D]) -> [N, g, H, D]
+# (queries [N, q, H, D], keys and values of the context, each [T, Hkv, D], of the block, each [N, g, Hkv, D]) -> [N, q, H, D]; q = g by default
 Attend = Callable[[Tensor, Pair, Pair], Tensor]
 Path = Literal["auto", "fast", "dense", "flex"]
 
@@ -51,6 +53,8 @@ class Geometry:
         block_size: slots of a block, g.
         window: sliding window in positions, or None.
         causal: slots see only earlier slots of their block.
+        queries: how many slots ask, the last ones of each block; None: all.
+        skip: first positions of a document that nobody sees.
     """
 
     document: Tensor
@@ -59,6 +63,12 @@ class Geometry:
     block_size: int
     window: int | None
     causal: bool
+    queries: int | None = None
+    skip: int = 0
+
+    @property
+    def asking(self) -> int:
+        return self.block_size if self.queries is None else self.queries
 
 
 def make_geometry(batch: Batch, window: int | None, causal: bool) -> Geometry:
@@ -90,23 +100,23 @@ def make_attend(path: Path, geometry: Geometry) -> Attend:
 
 
 def dense_mask(geometry: Geometry) -> Tensor:
-    """`[N*g, T + N*g]` bool, True where a slot sees a key (context first, then all slots)."""
-    g, n = geometry.block_size, geometry.anchors.shape[0]
+    """`[N*q, T + N*g]` bool, True where a slot sees a key (context first, then all slots)."""
+    g, asking, n = geometry.block_size, geometry.asking, geometry.anchors.shape[0]
     t = torch.arange(geometry.document.shape[0], device=geometry.anchors.device)
-    anchor = geometry.anchors.repeat_interleave(g)[:, None]  # [N*g, 1]
-    slot = torch.arange(g, device=anchor.device).repeat(n)[:, None]
-    context = (geometry.document == geometry.document[anchor]) & (t < anchor)
+    anchor = geometry.anchors.repeat_interleave(asking)[:, None]  # [N*q, 1]
+    slot = torch.arange(g - asking, g, device=anchor.device).repeat(n)[:, None]
+    context = (geometry.document == geometry.document[anchor]) & (t < anchor) & (geometry.position >= geometry.skip)
     if geometry.window is not None:
         context &= geometry.position[anchor] + slot - geometry.position < geometry.window
-    number = torch.arange(n, device=anchor.device).repeat_interleave(g)
-    own = number[:, None] == number
+    number = torch.arange(n, device=anchor.device)
+    own = number.repeat_interleave(asking)[:, None] == number.repeat_interleave(g)
     if geometry.causal:
-        own &= slot >= slot.T
+        own &= slot >= torch.arange(g, device=anchor.device).repeat(n)
     return torch.cat([context, own], dim=1)
 
 
 def dense_attention(q: Tensor, context: Pair, block: Pair, mask: Tensor) -> Tensor:
-    """Softmax attention over `[N*g, T + N*g]` scores; memory grows with slots times keys."""
+    """Softmax attention over `[N*q, T + N*g]` scores; memory grows with slots times keys."""
     n, g, heads, dim = q.shape
     k, v = (torch.cat([c, b.flatten(0, 1)]).repeat_interleave(heads // c.shape[1], dim=1) for c, b in zip(context, block, strict=True))
     scores = torch.einsum("qhd,khd->hqk", q.flatten(0, 1), k) * dim**-0.5
@@ -119,10 +129,11 @@ def dense_attention(q: Tensor, context: Pair, block: Pair, mask: Tensor) -> Tens
 
 def make_groups(geometry: Geometry) -> list[Group]:
     """Split the sorted anchors into runs of one document whose blocks have about `_GROUP_ROWS` slots together."""
-    size = max(1, _GROUP_ROWS // geometry.block_size)
+    # With few queries a block, reading the context once for many of them outweighs the keys of other blocks.
+    size = max(1, _GROUP_ROWS // geometry.block_size if geometry.queries is None else _GROUP_ROWS // (2 * geometry.asking))
     anchors = geometry.anchors.tolist()
     documents = geometry.document[geometry.anchors].tolist()
-    starts = (geometry.anchors - geometry.position[geometry.anchors]).tolist()
+    starts = (geometry.anchors - geometry.position[geometry.anchors] + geometry.skip).tolist()
     groups: list[Group] = []
     first = 0
     while first < len(anchors):
@@ -130,23 +141,23 @@ def make_groups(geometry: Geometry) -> list[Group]:
         while last < len(anchors) and last - first < size and documents[last] == documents[first]:
             last += 1
         low = starts[first] if geometry.window is None else max(starts[first], anchors[first] - geometry.window + 1)
-        groups.append(Group(first, last, low, anchors[last - 1]))
+        groups.append(Group(first, last, low, max(low, anchors[last - 1])))
         first = last
     return groups
 
 
 def group_mask(geometry: Geometry, group: Group, dtype: torch.dtype) -> Tensor:
-    """`[G*g, C + G*g]` additive mask of one group: 0 where seen, -inf where not."""
-    g = geometry.block_size
+    """`[G*q, C + G*g]` additive mask of one group: 0 where seen, -inf where not."""
+    g, asking = geometry.block_size, geometry.asking
     anchor = geometry.anchors[group.first : group.last, None]  # [G, 1]
     blocks = anchor.shape[0]
     t = torch.arange(group.low, group.high, device=anchor.device)
-    slot = torch.arange(g, device=anchor.device)
-    seen = (t < anchor)[:, None].expand(-1, g, -1)  # [G, g, C]
+    slot = torch.arange(g - asking, g, device=anchor.device)
+    seen = (t < anchor)[:, None].expand(-1, asking, -1)  # [G, q, C]
     if geometry.window is not None:  # within a document packed distance is distance
         seen = seen & (anchor[:, :, None] + slot[:, None] - t < geometry.window)
     within = torch.ones(g, g, dtype=torch.bool, device=anchor.device)
-    own = torch.block_diag(*[within.tril() if geometry.causal else within] * blocks)
+    own = torch.block_diag(*[(within.tril() if geometry.causal else within)[g - asking :]] * blocks)
     both = torch.cat([seen.flatten(0, 1), own], dim=1)
     return torch.zeros(both.shape, dtype=dtype, device=both.device).masked_fill_(~both, -torch.inf)
 
@@ -186,14 +197,14 @@ class _Grouped(torch.autograd.Function):
 
 
 def _gather(group: Group, q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[G*g, H, D]`, keys and values `[C + G*g, Hkv, D]` of a group, detached."""
+    """Queries `[G*q, H, D]`, keys and values `[C + G*g, Hkv, D]` of a group, detached."""
     rows, context = slice(group.first, group.last), slice(group.low, group.high)
     k, v = (torch.cat([c.detach()[context], b.detach()[rows].flatten(0, 1)]) for c, b in ((ck, bk), (cv, bv)))
     return q.detach()[rows].flatten(0, 1), k, v
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`[G*g, H, D]` queries over `[C + G*g, Hkv, D]` -> `[G*g, H, D]`."""
+    """`[G*q, H, D]` queries over `[C + G*g, Hkv, D]` -> `[G*q, H, D]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1)
 
@@ -202,22 +213,23 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def flex_mask(geometry: Geometry) -> Any:
-    """The rule above as a BlockMask over `[N*g, T + N*g]`; no dense mask is made on CUDA."""
-    g, tokens = geometry.block_size, geometry.document.shape[0]
-    slots = geometry.anchors.shape[0] * g
+    """The rule above as a BlockMask over `[N*q, T + N*g]`; no dense mask is made on CUDA."""
+    g, asking, tokens = geometry.block_size, geometry.asking, geometry.document.shape[0]
+    blocks = geometry.anchors.shape[0]
     document, position, anchors = geometry.document, geometry.position, geometry.anchors
     window = geometry.window if geometry.window is not None else tokens + g + 1
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor = anchors[query // g]
+        block, slot = query // asking, g - asking + query % asking
+        anchor = anchors[block]
         t = key.clamp(max=tokens - 1)
-        near = position[anchor] + query % g - position[t] < window
-        context = (key < tokens) & (t < anchor) & (document[t] == document[anchor]) & near
+        near = position[anchor] + slot - position[t] < window
+        context = (key < tokens) & (t < anchor) & (document[t] == document[anchor]) & near & (position[t] >= geometry.skip)
         other = (key - tokens).clamp(min=0)
-        own = (key >= tokens) & (other // g == query // g)
-        return context | (own & (other <= query) if geometry.causal else own)
+        own = (key >= tokens) & (other // g == block)
+        return context | (own & (other % g <= slot) if geometry.causal else own)
 
-    return create_block_mask(seen, None, None, slots, tokens + slots, device=str(anchors.device), _compile=anchors.device.type == "cuda")
+    return create_block_mask(seen, None, None, blocks * asking, tokens + blocks * g, device=str(anchors.device), _compile=anchors.device.type == "cuda")
 
 
 def flex(q: Tensor, context: Pair, block: Pair, block_mask: Any) -> Tensor:

@@ -66,7 +66,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         sample_from_anchor=spec.sample_from_anchor if settings.sample_from_anchor is None else settings.sample_from_anchor,
         layer_types=layer_types(settings.attention, settings.num_layers),
         sliding_window=settings.sliding_window,
-        causal=settings.causal,
+        causal=settings.causal if spec.causal is None else spec.causal,
         rms_norm_eps=facts.rms_norm_eps,
         rope_theta=facts.rope_theta,
         rope_scaling=_rope_scaling(facts.rope_scaling),

@@ -75,11 +75,19 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
         foreign = [name for name in source if name not in (*_COPIED, *_COPIED_IF_THERE) and not name.endswith("_proj.bias")]
         if foreign:
             raise RecipeError(f"drafter.init=target: a drafter's layers have no {foreign[0]}, the target's do", mend="set drafter.init=random")
-        pairs += [(f"layers.{number}.{name}", own[f"layers.{number}.{name}"], source[name]) for name in (*_COPIED, *_COPIED_IF_THERE) if name in source]
+        for name in (n for n in (*_COPIED, *_COPIED_IF_THERE) if n in source):
+            full = f"layers.{number}.{name}"
+            if full not in own:
+                raise RecipeError(
+                    f"drafter.init=target: the target's layers have {name}, the drafter's do not",
+                    mend="set drafter.eagle.layer_style=qwen3, or drafter.init=random",
+                )
+            pairs.append((full, own[full], _beside_embedding(own[full], source[name])))
     if final_norm is not None:
         pairs.append(("norm.weight", own["norm.weight"], _CALM * final_norm))
     if feature is not None:
-        pairs.append(("hidden_norm.weight", own["hidden_norm.weight"], layers[0]["input_layernorm.weight"]))
+        name = "hidden_norm.weight" if "hidden_norm.weight" in own else "layers.0.hidden_norm.weight"
+        pairs.append((name, own[name], layers[0]["input_layernorm.weight"]))
     for name, parameter, value in pairs:  # all shapes first: a refused drafter is left as it was
         if parameter.shape != value.shape:
             raise RecipeError(f"drafter.init=target: {name} is {list(parameter.shape)} in the drafter and {list(value.shape)} in the target", mend=mend)
@@ -89,3 +97,10 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
         fc = own["fc.weight"]  # the other captured states start with what little weight noise has
         width = fc.shape[0]
         fc[:, feature * width : (feature + 1) * width] = torch.eye(width)
+
+
+def _beside_embedding(parameter: Tensor, value: Tensor) -> Tensor:
+    """A projection of the target as the drafter has it: an EAGLE layer reads `[embedding ; state]`, the target's reads the state."""
+    if parameter.ndim == 2 and parameter.shape == (value.shape[0], 2 * value.shape[1]):
+        return torch.cat([torch.zeros_like(value), value], dim=1)
+    return value

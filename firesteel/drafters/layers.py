@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,17 +42,23 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of block and context (DFlash, arXiv 2602.06036): `K = [W_K c ; W_K z]`, `V = [W_V c ; W_V z]`, queries of the block only."""
+    """Projections of block and context (DFlash, arXiv 2602.06036): `K = [W_K c ; W_K z]`, `V = [W_V c ; W_V z]`, queries of the block only.
 
-    def __init__(self, config: DraftConfig) -> None:
+    Args:
+        width: what the projections of queries, keys and values read; None is the hidden size.
+        qk_norm: normalise queries and keys per head (Qwen3), or not (Llama).
+    """
+
+    def __init__(self, config: DraftConfig, width: int | None = None, *, qk_norm: bool = True) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        width = width or config.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm: Any = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm: Any = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def queries(self, x: Tensor, table: Table) -> Tensor:
         """`[..., h]` -> `[..., H, D]`, normalised and rotated."""

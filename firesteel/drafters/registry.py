@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from firesteel.drafters import block_format as blocks
+from firesteel.drafters import eagle_format as eagles
 from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.eagle3 import Eagle3Drafter
+from firesteel.drafters.eagle_session import EagleSession
+from firesteel.drafters.peagle import PEagleDrafter, PEagleSession
 from firesteel.drafters.session import BlockSession
 from firesteel.drafters.spec import DraftSpec, get_spec, names, register
 
@@ -43,5 +47,39 @@ register(
         anchor_choice=True,
         method="dflash",
         limits=blocks.block_limits,
+    )
+)
+register(
+    DraftSpec(
+        name="eagle3",
+        title="EAGLE-3",
+        architecture="Eagle3DraftModel",
+        build=Eagle3Drafter,
+        session=EagleSession,
+        keys=eagles.eagle_keys,
+        schema=eagles.EagleFields,
+        to_json=eagles.eagle_to_json,
+        from_json=eagles.eagle_from_json,
+        options=eagles.eagle3_options,
+        causal=True,
+        masks=False,
+        method="eagle3",
+    )
+)
+register(
+    DraftSpec(
+        name="peagle",
+        title="P-EAGLE",
+        architecture="PEagleDraftModel",
+        build=PEagleDrafter,
+        session=PEagleSession,
+        keys=eagles.peagle_keys,
+        schema=eagles.PEagleFields,
+        to_json=eagles.peagle_to_json,
+        from_json=eagles.peagle_from_json,
+        options=eagles.peagle_options,
+        causal=True,
+        method="eagle3",
+        serving={"parallel_drafting": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
     )
 )

@@ -52,6 +52,7 @@ class DraftSpec:
         sample_from_anchor: what an empty `drafter.sample_from_anchor` means.
         anchor_choice: whether the recipe may say otherwise.
         heads: whether it has Markov and confidence heads at all.
+        causal: whether slots see only earlier slots; None leaves it to the recipe.
         masks: whether it needs a mask token.
         reduced_vocab: whether a reduced draft vocabulary is possible.
         method: vLLM's name of it in `--speculative-config`.
@@ -73,6 +74,7 @@ class DraftSpec:
     sample_from_anchor: bool = True
     anchor_choice: bool = False
     heads: bool = False
+    causal: bool | None = None
     masks: bool = True
     reduced_vocab: bool = True
     method: str = ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from firesteel.artifact import hash_file
 from firesteel.drafters.config import SLIDING, DraftConfig
+from firesteel.drafters.registry import get_spec
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.config_json import Described, from_speculators
 from firesteel.package.contract import Contract, check_contract, read_contract
@@ -161,7 +162,9 @@ def _read_draft(data: dict[str, Any], where: str) -> DraftConfig:
 
 def _compare(ours: DraftConfig, theirs: DraftConfig, folder: Path) -> None:
     """firesteel.json against config.json, field by field. What config.json has no place for is taken from ours."""
-    theirs = replace(theirs, extra=ours.extra)
+    theirs = replace(theirs, extra={**ours.extra, **theirs.extra})
+    if "block_size" not in get_spec(ours.algorithm).schema.model_fields:
+        theirs = replace(theirs, block_size=ours.block_size)
     if SLIDING not in ours.layer_types:
         theirs = replace(theirs, sliding_window=ours.sliding_window)
     if not ours.markov_rank:

@@ -69,7 +69,14 @@ def load_model(path: str, settings: recipes.Target) -> Any:
             mend="fetch the folder again; if it is whole, its config.json names another architecture than its weights have",
         )
     model.requires_grad_(False)
-    return model.eval().to(device)
+    model.eval().to(device)
+    if getattr(model.config, "quantization_config", None) is not None:
+        # Some formats unpack their weights in the first pass: what is hashed must be what runs.
+        with torch.inference_mode():
+            model(torch.tensor([[0, 1]], device=device), use_cache=False)
+    elif settings.dtype == "float32":
+        model.float()  # experts unpacked from MXFP4 come in bfloat16
+    return model
 
 
 def _auto_class(path: str, settings: recipes.Target) -> Any:

@@ -6,13 +6,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_UNUSED = re.compile(r"mask|unused|reserved|placeholder|extra_id|file_sep|dummy", re.IGNORECASE)
+from firesteel.errors import TargetError
+
+_UNUSED = re.compile(r"mask|unused|reserved|place.?holder|extra_id|file_sep|dummy", re.IGNORECASE)
 
 
 def pick_mask_token(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> int:
-    """A token that no text holds: the mask token, else a row of the embedding that the tokenizer never gives, else a special token that ends no text.
+    """A token that no text holds: the mask token, else a row of the embedding that the tokenizer never gives, else a special token.
 
-    Only its embedding matters, and that the prompt does not mean something by it; the id travels in the checkpoint.
+    Of special tokens that end no text the first choice is one named as unused, then padding, the unknown token, and the last one. Only its
+    embedding matters, and that the prompt does not mean something by it; the id travels in the checkpoint.
+
+    Raises:
+        TargetError: every token is an ordinary one.
     """
     mask = getattr(tokenizer, "mask_token_id", None)
     if mask is not None:
@@ -23,6 +29,11 @@ def pick_mask_token(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> 
     named = [i for i, content in special.items() if _UNUSED.search(content)]
     if named:
         return named[-1]
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id not in eos_ids:
-        return int(tokenizer.unk_token_id)
-    return max(special) if special else 0
+    for spare in (tokenizer.pad_token_id, tokenizer.unk_token_id):
+        if spare is not None and spare not in eos_ids:
+            return int(spare)
+    if not special:
+        raise TargetError(
+            "no token of the target's vocabulary is free to mask the slots of a block", mend="set drafter.mask_token_id to a token that texts rarely hold"
+        )
+    return max(special)

@@ -166,7 +166,9 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(_causal("GlmMoeDsa", **LATENT, index_topk=6, index_head_dim=16, index_n_heads=8), "generic", _LATENT_FACTS, copies=_NO_HEADS),
     "deepseek_v3": Family(_causal("DeepseekV3", **LATENT, rope_parameters=YARN), "generic", _LATENT_FACTS, copies=_NO_HEADS),
     "kimi_linear": Family(_causal("KimiLinear", **_KIMI), "recurrent", _LATENT_FACTS, copies="mlp.gate_proj"),
-    "gpt_oss": Family(_causal("GptOss", **SLIDING, num_local_experts=4, num_experts_per_tok=2), "generic", {"intermediate_size": 96}, copies=_NO_MLP),
+    "gpt_oss": Family(
+        _causal("GptOss", **SLIDING, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2), "generic", {"intermediate_size": 64}, copies=_NO_MLP
+    ),
     "mistral": Family(_causal("Mistral", head_dim=8, sliding_window=6), "generic"),
     "mistral_nested": Family(_nested_mistral, "lean", tied=True),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,14 @@ from firesteel.target.session import TargetSession
 
 IDS = (0, 2, LAYERS)
 RECURRENT = [name for name, kind in FAMILIES.items() if kind.engine == "recurrent"]
+
+
+@cache
+def session_of(name: str) -> TargetSession:
+    """Made once, as the evaluation makes it; whoever decodes rewinds it first."""
+    session = TargetSession(family(name).model, IDS, max_length=64)
+    assert session.engine_name == FAMILIES[name].engine
+    return session
 
 
 class Guesser:
@@ -43,8 +52,7 @@ class Guesser:
 def test_speculative_text_is_what_transformers_writes(name, right):
     tiny = family(name)
     text = tiny.text.tolist()
-    session = TargetSession(tiny.model, IDS, max_length=64)
-    assert session.engine_name == FAMILIES[name].engine
+    session = session_of(name)
     guesser = Guesser(text, right)
     done = decode_speculative(session, guesser, text[:PROMPT], draft_tokens=4, max_new_tokens=len(text) - PROMPT, eos_ids=())
     assert done.tokens == text[PROMPT:]
@@ -62,7 +70,7 @@ def test_speculative_text_is_what_transformers_writes(name, right):
 def test_plain_text_is_what_transformers_writes(name):
     tiny = family(name)
     text = tiny.text.tolist()
-    session = TargetSession(tiny.model, IDS, max_length=64)
+    session = session_of(name)
     assert decode_plain(session, text[:PROMPT], max_new_tokens=len(text) - PROMPT, eos_ids=()).tokens == text[PROMPT:]
     eos = text[PROMPT + 6]
     first = text[PROMPT:].index(eos)
@@ -74,7 +82,7 @@ def test_plain_text_is_what_transformers_writes(name):
 def test_steps_and_rewinds_equal_the_whole_pass(name):
     """Prefill, single steps, wrong drafts, short and far rewinds, and a second text in the same session."""
     tiny = family(name)
-    session = TargetSession(tiny.model, IDS, max_length=64)
+    session = session_of(name)
     for text in (tiny.text, tiny.text.flip(0)):
         states, logits = own_states(tiny.model, text)
         aux = torch.cat([states[i] for i in IDS], -1)

@@ -55,7 +55,7 @@ def test_one_step_lowers_the_loss_and_the_drafter_changes_no_text(name, tmp_path
     settings = recipes.Train(max_steps=1, lr=3e-3, precision="float32", compile=False)
     source = BatchSource(store, store.keys(), [len(tiny.text)] * 2, layout, batch_tokens=128, anchors=16, seed=0)
     job = TrainJob(drafter, make_tables(tiny.head, None), source, [], settings, LOSS, tmp_path, (), lambda _: None)
-    (batch,) = eval_batches([store.get(k) for k in store.keys()], 128, None, layout)
+    (batch,) = eval_batches([store.get(k) for k in source.keys], 128, None, layout)
     weights, optimizers = loss_weights(LOSS, 1.0), Optimizers(drafter, settings)
     before = float(backward(job, batch, weights).loss.detach())
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in drafter.parameters())

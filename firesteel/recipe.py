@@ -100,8 +100,27 @@ class Eagle(Section):
     drop_floor: float = Field(0.2, description="peagle: share of the chains that keep every slot at least.", ge=0, le=1)
 
 
+class DFlash2(Section):
+    kernel: int = Field(2, description="Taps of the convolutions: a slot sees this many slots of its block, itself and those just before it.", ge=1)
+    group: int = Field(16, description="Neighbouring channels that share the part of a kernel that depends on the input; divides the hidden size.", ge=1)
+    rank: int = Field(256, description="Rank of the candidate selector.", ge=1)
+    top_k: int = Field(16, description="Likeliest tokens of each slot that the selector chooses among.", ge=1)
+    selector_loss: float = Field(1.0, description="Weight of the selector's cross entropy, added to the loss of the logits.", ge=0)
+
+
+class Mla(Section):
+    q_lora_rank: int = Field(1536, description="Rank of the queries' latent.", ge=1)
+    kv_lora_rank: int = Field(512, description="Rank of the latent that keys and values share; with the rotated part it is all a server caches.", ge=1)
+    qk_nope_head_dim: int = Field(128, description="Width of a head's part without positions.", ge=1)
+    qk_rope_head_dim: int = Field(64, description="Width of the rotated part of queries and keys.", ge=2)
+    v_head_dim: int = Field(128, description="Width of a head's values.", ge=1)
+
+
 class Drafter(Section):
-    algorithm: str = Field("dspark", description="`dspark` or `dflash`.")
+    algorithm: str = Field("dspark", description="`dspark`, `dflash`, `dflash2`, `eagle3` or `peagle`.")
+    backbone: Literal["gqa", "mla"] = Field(
+        "gqa", description="dspark: attention with grouped queries (Qwen3), or multi-head latent attention (DeepSeek-V3; vLLM serves it as `k3_dspark`)."
+    )
     num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
     block_size: int = Field(8, description="Slots of a block (with sample_from_anchor each is a drafted token).", ge=2)
     intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.")
@@ -114,7 +133,7 @@ class Drafter(Section):
     sliding_window: int = Field(2048, description="Context tokens a sliding layer sees.", ge=8)
     causal: bool = Field(False, description="Slots of a block see only earlier slots of it.")
     sample_from_anchor: bool | None = Field(
-        None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash false)."
+        None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash and dflash2 false)."
     )
     markov_rank: int = Field(256, description="Rank of the Markov head (dspark).", ge=0)
     markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Kind of Markov head; vLLM serves `vanilla`.")
@@ -125,6 +144,8 @@ class Drafter(Section):
     )
     init: Literal["random", "target"] = Field("random", description="`target` starts the layers from the target's own last layers.")
     mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
+    mla: Mla = Field(default_factory=Mla, description="Sizes of drafter.backbone=mla.")
+    dflash2: DFlash2 = Field(default_factory=DFlash2, description="What only dflash2 has.")
     eagle: Eagle = Field(default_factory=Eagle, description="What only eagle3 and peagle have.")
 
 
@@ -197,7 +218,7 @@ class Evaluate(Section):
     speed_prompts: int = Field(9, description="Prompts on which speed is measured, in alternation with plain decoding.", ge=0)
     speed_repeats: int = Field(2, description="Repeats of the speed measurement.", ge=1)
     draft_lengths: list[int] | None = Field(None, description="Verification lengths tried for speed; empty tries a few.")
-    compare: list[Literal["dflash"]] = Field(default_factory=list, description="Drafters to train on the same data and budget and to report beside.")
+    compare: list[str] = Field(default_factory=list, description="Algorithms to train on the same data and budget and to report beside.")
     extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
     bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
     confidence_thresholds: list[float] = Field(

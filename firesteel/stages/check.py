@@ -13,6 +13,7 @@ from firesteel.hidden.stores import predict_bytes
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
 from firesteel.stages.line import Line
+from firesteel.stages.train import algorithms
 
 _SAMPLE = 64
 
@@ -51,8 +52,8 @@ def run(line: Line) -> None:
     prefill, step = _pace(line)
     say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
     say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
+    arms = len(algorithms(line))
     if recipe.train.max_minutes is not None:
-        arms = 1 + len(recipe.evaluate.compare)
         say(f"training: at most {recipe.train.max_minutes * arms:g} min ({arms} drafter{'s' if arms > 1 else ''})")
     say("check: ready; start with `firesteel run " + recipe.name + "`")
 

@@ -40,9 +40,15 @@ def artifact_name(line: Line, algorithm: str) -> str:
 
 
 def algorithms(line: Line) -> list[str]:
-    """The recipe's drafter first, then those to compare it with."""
-    first = line.recipe.drafter.algorithm
-    return [first, *(a for a in line.recipe.evaluate.compare if a != first)]
+    """The recipe's drafter first, then those to compare it with, each once.
+
+    Raises:
+        RecipeError: an algorithm that is not known.
+    """
+    recipe = line.recipe
+    for name in recipe.evaluate.compare:
+        get_spec(name, "evaluate.compare")
+    return list(dict.fromkeys([recipe.drafter.algorithm, *recipe.evaluate.compare]))
 
 
 def run(line: Line) -> list[Artifact]:

@@ -56,14 +56,14 @@ class Optimizers:
 
 
 def split_parameters(module: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Trainable parameters as (matrices of layers, vocabulary tables, vectors and one-row heads)."""
+    """Trainable parameters as (matrices of layers, vocabulary tables, vectors, stacks of vectors and one-row heads)."""
     matrices: list[Tensor] = []
     tables: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2 or min(parameter.shape) == 1:
+        if parameter.ndim != 2 or min(parameter.shape) == 1:
             rest.append(parameter)
         elif any(t in name for t in _TABLES):
             tables.append(parameter)

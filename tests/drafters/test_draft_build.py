@@ -71,7 +71,7 @@ def test_rope_of_the_target() -> None:
     ("settings", "facts", "layer_ids", "message"),
     [
         (Drafter(algorithm="dsprak"), FACTS, [1], "did you mean dspark"),
-        (Drafter(algorithm="zzz"), FACTS, [1], "known: .*dflash, dspark"),
+        (Drafter(algorithm="zzz"), FACTS, [1], "known: .*dflash.*dspark"),
         (Drafter(), FACTS, [1, 7], "layer_ids has 7"),
         (Drafter(), FACTS, [-1], "layer_ids has -1"),
         (Drafter(), FACTS, [], "captured layer"),

@@ -62,6 +62,18 @@ DSPARK = DraftConfig(
 )
 DFLASH = replace(DSPARK, algorithm="dflash", markov_rank=0, confidence_head=False, sample_from_anchor=False)
 
+EAGLE3 = replace(
+    DFLASH,
+    algorithm="eagle3",
+    num_layers=1,
+    layer_types=(FULL,),
+    sample_from_anchor=True,
+    causal=True,
+    mask_token_id=None,
+    extra={"layer_style": "llama", "norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False},
+)
+PEAGLE = replace(EAGLE3, algorithm="peagle", mask_token_id=39, extra={**EAGLE3.extra, "norm_before_residual": False, "drop_ratio": 0.7, "drop_floor": 0.2})
+
 CONFIGS = {
     "vanilla": DSPARK,
     "gated": replace(DSPARK, markov_head="gated"),
@@ -79,7 +91,16 @@ CONFIGS = {
     "dflash": DFLASH,
     "dflash-reduced": replace(DFLASH, draft_vocab_size=10),
     "dflash-sliding": replace(DFLASH, layer_types=(SLIDING, SLIDING), sliding_window=16),
+    "eagle3": EAGLE3,
+    "eagle3-qwen3": replace(EAGLE3, draft_vocab_size=10, extra={**EAGLE3.extra, "layer_style": "qwen3", "fc_norm": True, "norm_output": True}),
+    "eagle3-sliding": replace(
+        EAGLE3, num_layers=2, layer_types=(SLIDING, SLIDING), sliding_window=16, extra={**EAGLE3.extra, "norm_before_residual": False, "norm_before_fc": True}
+    ),
+    "peagle": PEAGLE,
+    "peagle-two": replace(PEAGLE, num_layers=2, layer_types=(FULL, FULL), draft_vocab_size=10),
 }
+BLOCKS = [name for name, config in CONFIGS.items() if config.algorithm in ("dspark", "dflash")]
+EAGLES = [name for name, config in CONFIGS.items() if config.algorithm in ("eagle3", "peagle")]
 
 
 def make_state(config: DraftConfig, seed: int = 0) -> dict[str, Tensor]:

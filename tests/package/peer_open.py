@@ -18,16 +18,23 @@ SHARED = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "v
 
 def describe(folder: str) -> dict[str, object]:
     config = SpeculatorModelConfig.from_pretrained(folder)
-    model, info = SpeculatorModel.from_pretrained(folder, output_loading_info=True)
-    file, state = load_file(f"{folder}/model.safetensors"), model.state_dict()
+    file = load_file(f"{folder}/model.safetensors")
+    if config.speculators_model_type in ("eagle3", "peagle"):  # these do not tell what they loaded
+        model = SpeculatorModel.from_pretrained(folder)
+        unexpected = sorted(file.keys() - model.state_dict().keys())
+        missing = sorted(model.state_dict().keys() - file.keys() - SHARED)
+        info = {"missing_keys": missing, "unexpected_keys": unexpected}
+    else:
+        model, info = SpeculatorModel.from_pretrained(folder, output_loading_info=True)
+    state = model.state_dict()
     return {
         "class": type(model).__name__,
         "loading": {k: sorted(map(str, v)) for k, v in info.items() if k.endswith("keys") or k == "error_msgs"},
         "lacking": sorted(state.keys() - file.keys() - SHARED),
         "different": sorted(k for k, v in file.items() if k not in state or not torch.equal(state[k].float(), v.to(state[k].dtype).float())),
         "sliding": model.sliding_window_indices,
-        "window": model.sliding_window,
-        "non_causal": model.sliding_window_non_causal,
+        "window": model.sliding_window if model.sliding_window_indices else None,
+        "non_causal": getattr(model, "sliding_window_non_causal", None),
         "rope": model.rotary_emb.inv_freq.tolist(),
         "config": json.loads(config.to_json_string()),
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from package_toys import CONFIGS, DFLASH, DSPARK
 
-from firesteel.drafters.block import BlockDrafter
+from firesteel.drafters.registry import get_spec
 from firesteel.errors import CheckpointError
 from firesteel.package.keys import Key, check_tensors, drafter_keys, vocab_keys
 
@@ -29,6 +29,11 @@ LAYER = {
 BACKBONE = {"fc.weight": (24, 72), "hidden_norm.weight": (24,), "norm.weight": (24,)} | {f"layers.{i}.{k}": v for i in (0, 1) for k, v in LAYER.items()}
 VANILLA = {"markov_head.markov_w1.weight": (40, 6), "markov_head.markov_w2.weight": (40, 6)}
 CONFIDENCE = {"confidence_head.proj.weight": (1, 30), "confidence_head.proj.bias": (1,)}
+# EAGLE: no q/k norms in Llama's style; the first layer reads token and state side by side.
+PLAIN = {k: v for k, v in LAYER.items() if "_norm" not in k}
+PAIRS = {"fc.weight": (24, 72), "norm.weight": (24,), "layers.0.hidden_norm.weight": (24,)} | {
+    f"layers.0.{k}": (v[0], 48) if k.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else v for k, v in PLAIN.items()
+}
 EXPECTED = {
     "vanilla": BACKBONE | VANILLA | CONFIDENCE,
     "gated": BACKBONE | VANILLA | CONFIDENCE | {"markov_head.gate_proj.weight": (6, 30), "markov_head.gate_proj.bias": (6,)},
@@ -42,6 +47,10 @@ EXPECTED = {
     "no-markov": BACKBONE | CONFIDENCE | {"confidence_head.proj.weight": (1, 24)},
     "dflash": BACKBONE,
     "dflash-reduced": BACKBONE,
+    "eagle3": PAIRS,
+    "eagle3-qwen3": PAIRS | {f"fc_norm.{i}.weight": (24,) for i in range(3)} | {f"layers.0.self_attn.{n}_norm.weight": (8,) for n in "qk"},
+    "eagle3-sliding": PAIRS | {"input_norm.weight": (72,)} | {f"layers.1.{k}": v for k, v in PLAIN.items()},
+    "peagle": PAIRS | {"mask_hidden": (1, 1, 72)},
 }
 
 
@@ -52,7 +61,7 @@ def test_names_and_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_drafter_has_the_tables_parameters(name: str) -> None:
-    state = BlockDrafter(CONFIGS[name]).state_dict()
+    state = get_spec(CONFIGS[name].algorithm).build(CONFIGS[name]).state_dict()
     assert {k: tuple(v.shape) for k, v in state.items()} == {k: v.shape for k, v in drafter_keys(CONFIGS[name]).items()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_toys import CONFIGS, DFLASH, DSPARK, TARGET, make_state, make_vocab, toy_contract, toy_export
+from package_toys import BLOCKS, CONFIGS, DFLASH, DSPARK, EAGLE3, EAGLES, TARGET, make_state, make_vocab, toy_contract, toy_export
 from safetensors import safe_open
 
 from firesteel.drafters.config import FULL, SLIDING
@@ -89,7 +89,32 @@ def test_a_full_vocabulary_ships_no_tables(tmp_path: Path) -> None:
         assert not {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"} & set(f.keys())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EAGLES)
+def test_config_json_of_an_eagle_has_the_documented_fields(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    toy_export(tmp_path, config, torch.bfloat16)
+    data = json.loads((tmp_path / "config.json").read_text())
+    own = {"eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
+    blocks = {"aux_hidden_state_layer_ids", "mask_token_id", "block_size", "sample_from_anchor", "sliding_window_non_causal"}
+    assert data.keys() == (TOP - blocks) | own | ({"mask_token_id"} if config.algorithm == "peagle" else set())
+    assert data["speculators_model_type"] == data["speculators_config"]["algorithm"] == config.algorithm
+    assert data["architectures"] == [{"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}[config.algorithm]]
+    assert data["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert data["transformer_layer_config"]["model_type"] == config.extra["layer_style"]
+    assert {n: data[n] for n in own & config.extra.keys()} == {n: config.extra[n] for n in own & config.extra.keys()}
+    assert data["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+
+
+def test_steps_not_served_are_still_known(tmp_path: Path) -> None:
+    """config.json says how many tokens to draft, the contract how many the drafter was trained for."""
+    toy_export(tmp_path, EAGLE3, speculative_tokens=2)
+    loaded = load(tmp_path)
+    assert (loaded.config.block_size, loaded.speculative_tokens) == (4, 2)
+    (tmp_path / "firesteel.json").unlink()
+    assert load(tmp_path).config.block_size == 2
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_config_json_has_the_documented_fields(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     toy_export(tmp_path, config, torch.bfloat16)

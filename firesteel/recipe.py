@@ -108,8 +108,19 @@ class DFlash2(Section):
     selector_loss: float = Field(1.0, description="Weight of the selector's cross entropy, added to the loss of the logits.", ge=0)
 
 
+class Mla(Section):
+    q_lora_rank: int = Field(1536, description="Rank of the queries' latent.", ge=1)
+    kv_lora_rank: int = Field(512, description="Rank of the latent that keys and values share; with the rotated part it is all a server caches.", ge=1)
+    qk_nope_head_dim: int = Field(128, description="Width of a head's part without positions.", ge=1)
+    qk_rope_head_dim: int = Field(64, description="Width of the rotated part of queries and keys.", ge=2)
+    v_head_dim: int = Field(128, description="Width of a head's values.", ge=1)
+
+
 class Drafter(Section):
     algorithm: str = Field("dspark", description="`dspark`, `dflash`, `dflash2`, `eagle3` or `peagle`.")
+    backbone: Literal["gqa", "mla"] = Field(
+        "gqa", description="dspark: attention with grouped queries (Qwen3), or multi-head latent attention (DeepSeek-V3; vLLM serves it as `k3_dspark`)."
+    )
     num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
     block_size: int = Field(8, description="Slots of a block (with sample_from_anchor each is a drafted token).", ge=2)
     intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.")
@@ -131,10 +142,17 @@ class Drafter(Section):
     draft_vocab_size: int | None = Field(
         None, description="Size of a reduced, frequency-ranked draft vocabulary; empty is the target's whole vocabulary.", ge=16
     )
-    init: Literal["random", "target"] = Field("random", description="`target` starts the layers from the target's own last layers.")
+    init: str = Field(
+        "random",
+        description="`random`; `target` starts the layers from the target's own last layers; or the folder of a checkpoint to go on from "
+        "(the same algorithm, or dspark and dflash2 from a dflash).",
+    )
     mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
+    mla: Mla = Field(default_factory=Mla, description="Sizes of drafter.backbone=mla.")
     dflash2: DFlash2 = Field(default_factory=DFlash2, description="What only dflash2 has.")
     eagle: Eagle = Field(default_factory=Eagle, description="What only eagle3 and peagle have.")
+    module: str | None = Field(None, description="Python module to import first: it registers further algorithms (docs/algorithms/own.md).")
+    options: dict[str, Any] = Field(default_factory=dict, description="Settings of an algorithm that such a module registers; it checks them itself.")
 
 
 class Loss(Section):

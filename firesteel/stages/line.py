@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
+from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.target.session import TargetSession
@@ -42,6 +44,14 @@ class Line:
     screen: Screen
     timings: dict[str, float] = field(default_factory=dict)
     _session: TargetSession | None = None
+
+    def __post_init__(self) -> None:
+        module = self.recipe.drafter.module
+        if module is not None:
+            try:
+                importlib.import_module(module)
+            except ImportError as e:
+                raise RecipeError(f"drafter.module={module} cannot be imported: {e}", mend="install it, or add its folder to PYTHONPATH") from e
 
     @property
     def folder(self) -> Path:

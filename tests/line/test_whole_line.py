@@ -82,9 +82,12 @@ def test_answers_are_the_targets_own(make_line: MakeLine) -> None:
             "train": {"optimizer": "muon", "accumulate": 2},
             "loss": {"position_weights": "dpace", "warm_kl": 0.5},
         },
+        {"drafter": {"algorithm": "eagle3", "init": "target", "eagle": {"norm_output": True}}, "evaluate": {"temperatures": [0.0, 1.0]}},
+        {"drafter": {"algorithm": "eagle3", "draft_vocab_size": 40, "num_layers": 2, "eagle": {"layer_style": "qwen3"}}},
+        {"drafter": {"algorithm": "peagle"}, "evaluate": {"compare": ["eagle3", "dspark"]}},
         {"responses": {"temperature": 1.0, "samples": 2}, "package": {"tolerance": 5.0}, "loss": {"ce": 0.1, "tv": 0.9}},
     ],
-    ids=["dflash", "gated-sliding", "rnn-fill-in", "reduced-mixed-fp8", "memory-muon-dpace", "sampled"],
+    ids=["dflash", "gated-sliding", "rnn-fill-in", "reduced-mixed-fp8", "memory-muon-dpace", "eagle3", "eagle3-reduced", "peagle-beside-others", "sampled"],
 )
 def test_variants_walk_the_line(make_line: MakeLine, sections: dict[str, dict[str, object]]) -> None:
     line = make_line(**sections)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import transformers
-from target_families import FAMILIES, LAYERS, SIZES, VOCABULARY, WIDTH, family, own_states
+from target_families import FAMILIES, LAYERS, SIZES, VOCABULARY, WIDTH, check_close, family, own_states
 from torch import nn
 
 from firesteel.target.head import decoder, final_norm, make_head
@@ -112,10 +112,18 @@ def test_layer_types():
     assert family("kimi_linear").spec.layer_types == ("linear_attention",) * 3 + ("full_attention",)
 
 
-def test_scale_after_the_embedding_and_on_logits():
-    config = transformers.GraniteConfig(**{**SIZES, "embedding_multiplier": 3.0, "logits_scaling": 4.0})
-    spec = read_spec(transformers.GraniteForCausalLM(config).eval(), "granite", ())
-    assert (spec.embed_scale, spec.logit_scale) == (3.0, 0.25)
+@pytest.mark.parametrize(
+    ("name", "extra", "scales"), [("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 4.0}, (3.0, 0.25)), ("Cohere", {"logit_scale": 0.5}, (1.0, 0.5))]
+)
+def test_scales_after_the_embedding_and_on_logits(name, extra, scales):
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **extra})).eval()
+    spec = read_spec(model, name, ())
+    assert (spec.embed_scale, spec.logit_scale) == scales
+    head = make_head(model, spec.logit_scale, spec.softcap)
+    states, logits = own_states(model, torch.arange(9))
+    check_close(states[0], head.embed[:9] * spec.embed_scale)
+    check_close(head.logits(states[LAYERS]), logits)
 
 
 def test_half_precision_targets():

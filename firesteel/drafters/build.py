@@ -9,6 +9,7 @@ from typing import Any
 from firesteel import recipe as recipes
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
 from firesteel.drafters.heads import MARKOV_KINDS
+from firesteel.drafters.latent_format import latent_rope
 from firesteel.drafters.registry import DraftSpec, get_spec
 from firesteel.drafters.rope import ROPE_KINDS, rope_kind
 from firesteel.errors import RecipeError
@@ -40,7 +41,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
 
     The MLP is SwiGLU whatever the target's activation, since that is what servers run for these drafters. RoPE is the target's
     where its kind does not change with the length of the text; otherwise the drafter has plain RoPE of the target's theta (the
-    config carries it, so that training and serving agree). An algorithm without heads ignores their settings.
+    config carries it, so that training and serving agree). An algorithm without heads or with one backbone ignores their settings.
 
     Raises:
         RecipeError: unknown names, layers that the target does not have, settings that contradict each other.
@@ -49,14 +50,18 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
     _check(settings, facts, layer_ids, spec)
     rank = settings.markov_rank if spec.heads else 0
     confidence = settings.confidence_head and spec.heads
+    extra, num_heads, rope_scaling = spec.options(settings), _or(settings.num_heads, facts.num_heads), _rope_scaling(facts.rope_scaling)
+    latent = extra.get("backbone") == "mla"
+    if latent:
+        _check_latent(settings)
     return DraftConfig(
         algorithm=settings.algorithm,
         hidden_size=facts.hidden_size,
         intermediate_size=_or(settings.intermediate_size, facts.intermediate_size),
         num_layers=settings.num_layers,
-        num_heads=_or(settings.num_heads, facts.num_heads),
-        num_kv_heads=_or(settings.num_kv_heads, facts.num_kv_heads),
-        head_dim=_or(settings.head_dim, facts.head_dim),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if latent else _or(settings.num_kv_heads, facts.num_kv_heads),
+        head_dim=settings.mla.qk_rope_head_dim if latent else _or(settings.head_dim, facts.head_dim),
         vocab_size=facts.vocab_size,
         draft_vocab_size=_or(settings.draft_vocab_size, facts.vocab_size),
         target_hidden_size=facts.hidden_size,
@@ -69,14 +74,14 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         causal=settings.causal if spec.causal is None else spec.causal,
         rms_norm_eps=facts.rms_norm_eps,
         rope_theta=facts.rope_theta,
-        rope_scaling=_rope_scaling(facts.rope_scaling),
+        rope_scaling=latent_rope(rope_scaling) if latent else rope_scaling,
         max_position_embeddings=facts.max_position_embeddings,
         hidden_act="silu",
         markov_rank=rank,
         markov_head=settings.markov_head if rank else "vanilla",
         confidence_head=confidence,
         confidence_with_markov=settings.confidence_with_markov and confidence and rank > 0,
-        extra=spec.options(settings),
+        extra=extra,
     )
 
 
@@ -121,6 +126,17 @@ def _check(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[in
         )
     if settings.init == "target" and facts.hidden_act not in ("silu", "swish"):
         raise RecipeError(f"drafter.init=target: the target's MLP uses {facts.hidden_act}, a drafter's is SwiGLU", mend="set drafter.init=random")
+
+
+def _check_latent(settings: recipes.Drafter) -> None:
+    for name, value, mend in (
+        ("num_kv_heads", settings.num_kv_heads, "leave it out: all heads share one latent"),
+        ("head_dim", settings.head_dim, "leave it out, and set drafter.mla.qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
+    ):
+        if value is not None:
+            raise RecipeError(f"drafter.{name}={value} has no meaning with drafter.backbone=mla", mend=mend)
+    if settings.init == "target":
+        raise RecipeError("drafter.init=target: no target's layers fit drafter.backbone=mla", mend="set drafter.init=random")
 
 
 def _rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from firesteel.drafters import block_format as blocks
 from firesteel.drafters import dflash2_format as two
+from firesteel.drafters import dspark
 from firesteel.drafters import eagle_format as eagles
+from firesteel.drafters import latent_format as latents
 from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.dflash2 import DFlash2Drafter
 from firesteel.drafters.dflash2_session import DFlash2Session
@@ -12,26 +14,28 @@ from firesteel.drafters.eagle3 import Eagle3Drafter
 from firesteel.drafters.eagle_session import EagleSession
 from firesteel.drafters.peagle import PEagleDrafter, PEagleSession
 from firesteel.drafters.session import BlockSession
-from firesteel.drafters.spec import DraftSpec, get_spec, names, register
+from firesteel.drafters.spec import DraftSpec, Native, get_spec, names, native_format, register
 
-__all__ = ["DraftSpec", "get_spec", "names", "register"]
+__all__ = ["DraftSpec", "Native", "get_spec", "names", "native_format", "register"]
 
 register(
     DraftSpec(
         name="dspark",
         title="DSpark",
         architecture="DSparkDraftModel",
-        build=BlockDrafter,
-        session=BlockSession,
-        keys=blocks.block_keys,
+        build=dspark.build,
+        session=dspark.open_session,
+        keys=dspark.keys,
         schema=blocks.DSparkFields,
         to_json=blocks.dspark_to_json,
         from_json=blocks.dspark_from_json,
-        check=blocks.check_heads,
+        options=dspark.options,
+        check=dspark.check,
         anchor_choice=True,
         heads=True,
         method="dspark",
-        limits=blocks.block_limits,
+        limits=dspark.limits,
+        native=Native(latents.MODEL_TYPE, latents.is_latent, latents.LatentFields, latents.latent_to_json, latents.latent_from_json),
     )
 )
 register(

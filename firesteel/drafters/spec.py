@@ -34,6 +34,25 @@ def _fine(config: DraftConfig) -> None:
 
 
 @dataclass(frozen=True)
+class Native:
+    """A config.json that is a server's own, for those drafters of an algorithm that the speculators format cannot describe.
+
+    Attributes:
+        model_type: `model_type` of the file, which other files do not have at the top.
+        covers: whether a config is written this way.
+        schema: the file, validated strictly.
+        to_json: called with a config and `dtype` (by name), `speculative_tokens` and `target_layers`; the whole file.
+        from_json: the file (validated) and its name -> all values of `DraftConfig`.
+    """
+
+    model_type: str
+    covers: Callable[[DraftConfig], bool]
+    schema: type[BaseModel]
+    to_json: Callable[..., dict[str, Any]]
+    from_json: Callable[[Any, str], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class DraftSpec:
     """One algorithm.
 
@@ -58,6 +77,7 @@ class DraftSpec:
         method: vLLM's name of it in `--speculative-config`.
         serving: more of that config.
         limits: what a user must know before serving, a sentence each.
+        native: another config.json for some of its drafters.
     """
 
     name: str
@@ -80,6 +100,7 @@ class DraftSpec:
     method: str = ""
     serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
     limits: Callable[[DraftConfig], list[str]] = _no_limits
+    native: Native | None = None
 
 
 _specs: dict[str, DraftSpec] = {}
@@ -93,6 +114,11 @@ def register(spec: DraftSpec) -> None:
 def names() -> list[str]:
     """Registered algorithms, sorted."""
     return sorted(_specs)
+
+
+def native_format(model_type: object) -> Native | None:
+    """The layout of files with this `model_type` at the top, or None."""
+    return next((spec.native for spec in _specs.values() if spec.native is not None and spec.native.model_type == model_type), None)
 
 
 def get_spec(name: str, setting: str = "drafter.algorithm") -> DraftSpec:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.layer_json import LayerFields, ReadStrictly, layers_from_json, layers_to_json
-from firesteel.drafters.registry import get_spec, names
+from firesteel.drafters.registry import Native, get_spec, names, native_format
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.contract import Contract
 from firesteel.package.keys import check_algorithm
@@ -41,7 +41,7 @@ class Described:
 
 
 def to_speculators(config: DraftConfig, contract: Contract, dtype: torch.dtype) -> dict[str, Any]:
-    """The whole of config.json for a drafter.
+    """The whole of config.json for a drafter, in its algorithm's own layout where that covers it.
 
     A `pypi:` name of the target means nothing to other readers, so the verifier then has no name.
 
@@ -49,6 +49,8 @@ def to_speculators(config: DraftConfig, contract: Contract, dtype: torch.dtype) 
         CheckpointError: a precision or a scaling of RoPE that the file cannot express.
     """
     spec, name = get_spec(config.algorithm), dtype_name(dtype)
+    if spec.native is not None and spec.native.covers(config):
+        return spec.native.to_json(config, dtype=name, speculative_tokens=contract.speculative_tokens, target_layers=contract.target_layers)
     own = dict(spec.to_json(config))
     return {
         "architectures": [spec.architecture],
@@ -81,6 +83,9 @@ def from_speculators(data: dict[str, Any], *, where: str) -> Described:
     Raises:
         CheckpointError: an unknown algorithm, a field that is missing, of the wrong type or without a meaning here, or a contradiction.
     """
+    native = native_format(data.get("model_type"))
+    if native is not None:
+        return _from_native(native, data, where)
     kind = data.get("speculators_model_type")
     if kind not in names():
         raise CheckpointError(
@@ -97,17 +102,29 @@ def from_speculators(data: dict[str, Any], *, where: str) -> Described:
     tokens = frame.proposal_methods[0].speculative_tokens
     # A chain of one token per step has no length of its own but the one it was trained for.
     values.setdefault("block_size", tokens)
+    values |= {"algorithm": kind, "draft_vocab_size": top.draft_vocab_size, "target_hidden_size": top.target_hidden_size or layers.hidden_size}
+    return _described(values, tokens, frame.verifier.name_or_path, data, where)
+
+
+def _from_native(native: Native, data: dict[str, Any], where: str) -> Described:
+    """A file without the frame: it names no target, and may leave the tokens to draft per round to the block."""
+    values = native.from_json(_read(native.schema, json.dumps(data), where), where)
+    return _described(values, data.get("num_speculative_tokens"), None, data, where)
+
+
+def _described(values: dict[str, Any], tokens: int | None, verifier: str | None, data: dict[str, Any], where: str) -> Described:
     try:
-        config = DraftConfig(algorithm=kind, draft_vocab_size=top.draft_vocab_size, target_hidden_size=top.target_hidden_size or layers.hidden_size, **values)
+        config = DraftConfig(**values)
         check_algorithm(config)
     except FiresteelError as e:
         raise CheckpointError(f"{where}: {e.message}") from None
+    tokens = config.num_drafts if tokens is None else tokens
     if not 1 <= tokens <= config.num_drafts:
         raise CheckpointError(f"{where}: speculative_tokens is {tokens}, but a block of {config.block_size} slots drafts {config.num_drafts} tokens")
     dtype = data.get("dtype") or data.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"{where}: dtype is {dtype!r}; known are {', '.join(DTYPES)}", mend="quantised drafters are not read")
-    return Described(config, None if dtype is None else DTYPES[dtype], tokens, frame.verifier.name_or_path)
+    return Described(config, None if dtype is None else DTYPES[dtype], tokens, verifier)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -170,6 +170,8 @@ class LatentFields(ReadStrictly):
     markov_head_type: Literal["vanilla"]
     enable_confidence_head: bool
     confidence_head_with_markov: bool
+    dtype: str | None = None
+    torch_dtype: str | None = None
     num_speculative_tokens: int | None = None
     hidden_act: Literal["silu"] = "silu"
     mla_use_nope: Literal[False] = False
@@ -246,6 +248,8 @@ def latent_from_json(own: LatentFields, where: str) -> dict[str, Any]:
     """
     if own.num_target_layers != len(own.target_layer_ids):
         raise CheckpointError(f"{where}: num_target_layers is {own.num_target_layers}, target_layer_ids names {len(own.target_layer_ids)}")
+    if own.dtype is None and own.torch_dtype is None:
+        raise CheckpointError(f"{where}: dtype is missing", mend="state the precision of the weights")
     rope = dict(own.rope_parameters)
     theta = rope.pop("rope_theta", None)
     if not isinstance(theta, int | float) or isinstance(theta, bool):

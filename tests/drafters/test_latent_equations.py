@@ -97,7 +97,7 @@ def test_training_computes_the_equations(name: str) -> None:
     drafter, (embed, _, _) = make_drafter(config), make_tables(config, dtype=torch.float64)
     batch = make_batch(config, LENGTHS, ANCHORS, dtype=torch.float64)
     with torch.no_grad():
-        found = {path: drafter.states(batch, embed, path) for path in ("dense", "fast")}  # type: ignore[arg-type]
+        found = {path: drafter.states(batch, embed, path) for path in ("dense", "fast", "flex")}  # type: ignore[arg-type]
     for number in range(len(ANCHORS)):
         wanted = expected_block(drafter, batch, embed, number)
         for states in found.values():

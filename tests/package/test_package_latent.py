@@ -88,6 +88,7 @@ def test_it_opens_without_firesteels_own_file(tmp_path: Path) -> None:
         ({"num_speculative_tokens": 5}, "speculative_tokens is 5"),
         ({"target_layer_ids": [0, 2, 4]}, "layer_ids is"),
         ({"kv_lora_rank": 9}, "extra is"),
+        ({"dtype": None}, "dtype is missing"),
     ],
 )
 def test_what_does_not_hold_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

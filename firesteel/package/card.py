@@ -71,12 +71,14 @@ def limits(config: DraftConfig, contract: Contract) -> list[str]:
 
 
 def _front_matter(config: DraftConfig, contract: Contract) -> str:
+    native = get_spec(config.algorithm).native
+    library = "vllm" if native is not None and native.covers(config) else "speculators"  # who opens the folder
     data = {
         "license": "apache-2.0",
         "base_model": contract.target_name,
-        "library_name": "speculators",
+        "library_name": library,
         "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "speculators", "draft-model", config.algorithm, "vllm", "firesteel"],
+        "tags": [*dict.fromkeys(["speculative-decoding", library, "draft-model", config.algorithm, "vllm", "firesteel"])],
     }
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
 

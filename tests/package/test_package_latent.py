@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config
 
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import CheckpointError
-from firesteel.package.card import limits, speculative_config
+from firesteel.package.card import limits, model_card, speculative_config
 from firesteel.package.load import check_target, load
 
 LATENT = replace(
@@ -133,8 +133,11 @@ def test_vllms_own_class_takes_it(name: str, tmp_path: Path) -> None:
         theirs.from_pretrained(tmp_path)
 
 
-def test_how_to_serve_it() -> None:
+def test_how_to_serve_it(tmp_path: Path) -> None:
     contract = toy_contract(LATENT)
+    card = model_card(LATENT, contract, numbers=None, training=None, exported=toy_export(tmp_path, LATENT))
+    assert "library_name: vllm" in card
+    assert "- speculators" not in card  # that package does not open the folder
     assert speculative_config(LATENT, contract, "x")["method"] == "dspark"
     assert any("k3_dspark" in line for line in limits(LATENT, contract))
     assert not any("k3_dspark" in line for line in limits(DSPARK, toy_contract(DSPARK)))

@@ -10,6 +10,8 @@ import pytest
 import typer
 
 from firesteel.cli.app import app
+from firesteel.package.convert.convert import OUT
+from firesteel.package.convert.fields import read_overrides
 from firesteel.recipe import load_recipe, recipe_from_dict
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +44,10 @@ def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
         assert all(f'"{flag}"' in script.read_text() for flag in words[2:] if flag.startswith("--"))
     else:
         assert words[1] in VERBS or words[1] == "--help"
-        if words[1] in VERBS - {"generate", "recipe"} and len(words) > 2 and words[2].islower():
+        if words[1] == "convert":
+            read_overrides([w for w in words if "=" in w])
+            assert "--to" not in words or words[words.index("--to") + 1] in OUT
+        if words[1] in VERBS - {"generate", "recipe", "convert"} and len(words) > 2 and words[2].islower():
             _recipe(words[2], words[3:], tmp_path)
 
 

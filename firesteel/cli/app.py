@@ -146,5 +146,27 @@ def generate(
     _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed)
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a drafter: config.json and safetensors, in any layout of docs/convert.md.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    fields: Annotated[list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="What the source leaves open.", show_default=False)] = None,
+    to: Annotated[str, typer.Option(help="speculators, deepspec or sglang.")] = "speculators",
+    target: Annotated[str | None, typer.Option(help="The target it belongs to: checks the drafter and writes its contract.")] = None,
+) -> None:
+    """Convert a drafter's checkpoint from one layout into another."""
+    _call("firesteel.cli.runner", "convert", source, out, to, target, fields or [])
+
+
+@app.command()
+def stitch(
+    folder: Annotated[Path, typer.Argument(help="A packaged MTP head.")],
+    target: Annotated[Path, typer.Argument(help="Folder of the target that it was trained for.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+) -> None:
+    """Copy a target with a fine-tuned MTP head in place of its own, as servers load it."""
+    _call("firesteel.cli.runner", "stitch", folder, target, out)
+
+
 if __name__ == "__main__":
     main()

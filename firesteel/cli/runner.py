@@ -15,8 +15,10 @@ from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, recipe_from_dict
 from firesteel.stages import calibrate, check, evaluate, extract, package, prompts, respond, train
+from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
+from firesteel.stages.stitch import stitch_once
 
 # The whole system in one list; `run` walks it.
 LINE: list[tuple[str, Callable[[Line], Any]]] = [
@@ -54,6 +56,19 @@ def generate(folder: Path, target: str, prompt: str, max_new_tokens: int, temper
     _quiet()
     recipe = recipe_from_dict({"name": "generate", "seed": seed, "target": {"model": target}, "train": {"max_steps": 1}})
     generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature)
+
+
+def convert(source: Path, out: Path, to: str, target: str | None, overrides: list[str]) -> None:
+    """One checkpoint into another layout."""
+    _quiet()
+    settings = {"name": "convert", "target": {"model": target}, "train": {"max_steps": 1}}
+    screen = ConsoleScreen()
+    convert_once(None if target is None else Line(recipe_from_dict(settings), screen), screen, source, out, to, overrides)
+
+
+def stitch(folder: Path, target: Path, out: Path) -> None:
+    """A packaged MTP head into a copy of its target."""
+    stitch_once(ConsoleScreen(), folder, target, out)
 
 
 def _quiet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,16 @@ class LoadedDraft:
     speculative_tokens: int
 
 
-def load(folder: Path) -> LoadedDraft:
+def load(folder: Path, *, said: Mapping[str, Any] | None = None) -> LoadedDraft:
     """Open a checkpoint written by `export`, or a foreign one in the speculators format.
+
+    Args:
+        said: top-level fields of config.json that the file lacks.
 
     Raises:
         CheckpointError: a file is missing or corrupt, a tensor or field is missing, unknown or wrong, or two of them contradict each other.
     """
-    described = from_speculators(_read_json(folder / CONFIG), where=str(folder / CONFIG))
+    described = from_speculators(_read_json(folder / CONFIG) | dict(said or {}), where=str(folder / CONFIG))
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{weights} is missing", mend="weights must be one safetensors file; merge shards, convert pickles")

@@ -14,6 +14,7 @@ from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
 from firesteel.stages.line import Line
 from firesteel.stages.train import algorithms
+from firesteel.stages.warm import warm_source
 
 _SAMPLE = 64
 
@@ -26,6 +27,7 @@ def run(line: Line) -> None:
     """
     recipe, say = line.recipe, line.screen.say
     target = line.target
+    warm_source(recipe.drafter)
     facts = template_facts(target.tokenizer)
     tools = "yes" if facts.tools else "no (prompts with tools are asked without)"
     say(f"chat template: system turns {'yes' if facts.system else 'NO'}, tools {tools}, ends a turn with {facts.end!r}")

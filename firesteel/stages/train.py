@@ -16,6 +16,7 @@ from firesteel.drafters.build import TargetFacts, make_config
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
+from firesteel.drafters.warm import warm_config
 from firesteel.errors import TrainingError
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
@@ -23,6 +24,7 @@ from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
+from firesteel.stages.warm import begin, warm_key, warm_source
 from firesteel.target.mask import pick_mask_token
 from firesteel.target.spec import TargetSpec, weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
@@ -126,7 +128,7 @@ def first_copied_layer(target_layers: int, config: DraftConfig) -> int:
 def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
     recipe = line.recipe
     settings = {
-        "drafter": {**recipe.drafter.model_dump(), "algorithm": algorithm},
+        "drafter": {**recipe.drafter.model_dump(), "algorithm": algorithm, "init": warm_key(recipe.drafter)},
         "loss": recipe.loss.model_dump(),
         "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile"}),
         "seed": recipe.seed,
@@ -142,10 +144,13 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
     spec = target.spec
     facts = target_facts(spec)
     settings = recipe.drafter.model_copy(update={"algorithm": algorithm})
-    mask = settings.mask_token_id
+    warm = warm_source(settings)
+    mask = settings.mask_token_id if warm is None or settings.mask_token_id is not None else warm.config.mask_token_id
     if mask is None and get_spec(algorithm).masks:
         mask = pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
     config = make_config(settings, facts, line.layer_ids, mask)
+    if warm is not None:
+        config = warm_config(config, warm.config, settings.init)
     frozen = weights_checksum(target.model)
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
@@ -156,6 +161,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
                 bar.set(values["done"], f"step {values['step']} loss {values['loss']:.3f} best {values['best']:.2f}")
 
         job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens)
+        if warm is not None:
+            line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
         result = train(job)

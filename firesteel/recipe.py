@@ -116,8 +116,15 @@ class Mla(Section):
     v_head_dim: int = Field(128, description="Width of a head's values.", ge=1)
 
 
+class Mtp(Section):
+    start: Literal["auto", "native", "random"] = Field(
+        "auto", description="What the head begins as: the one in the target's files (`native`), noise, or `auto`: the target's where its files have one."
+    )
+    beta: float = Field(0.6, description="Weight of step k is beta^k, with loss.position_weights=exponential (FastMTP); loss.decay is not used.", gt=0, le=1)
+
+
 class Drafter(Section):
-    algorithm: str = Field("dspark", description="`dspark`, `dflash`, `dflash2`, `eagle3` or `peagle`.")
+    algorithm: str = Field("dspark", description="`dspark`, `dflash`, `dflash2`, `eagle3`, `peagle` or `mtp`.")
     backbone: Literal["gqa", "mla"] = Field(
         "gqa", description="dspark: attention with grouped queries (Qwen3), or multi-head latent attention (DeepSeek-V3; vLLM serves it as `k3_dspark`)."
     )
@@ -151,6 +158,7 @@ class Drafter(Section):
     mla: Mla = Field(default_factory=Mla, description="Sizes of drafter.backbone=mla.")
     dflash2: DFlash2 = Field(default_factory=DFlash2, description="What only dflash2 has.")
     eagle: Eagle = Field(default_factory=Eagle, description="What only eagle3 and peagle have.")
+    mtp: Mtp = Field(default_factory=Mtp, description="What only mtp has.")
     module: str | None = Field(None, description="Python module to import first: it registers further algorithms (docs/algorithms/own.md).")
     options: dict[str, Any] = Field(default_factory=dict, description="Settings of an algorithm that such a module registers; it checks them itself.")
 

@@ -7,12 +7,13 @@ session, and `rewind(0)` for the next sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from firesteel.drafters.config import SLIDING
+from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams
 from firesteel.drafters.rope import rotate
 from firesteel.drafters.rows import Draft
@@ -34,8 +35,26 @@ class _Layer:
         self.gate, self.up, self.down = (PackedLinear(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
+class PairDrafter(Protocol):
+    """What the session asks of a drafter of pairs, each of a token and the state before it."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    @property
+    def fc(self) -> nn.Linear: ...
+
+    @property
+    def norm(self) -> nn.Module: ...
+
+    @property
+    def rope(self) -> Any: ...
+
+    def features(self, aux: Tensor) -> Tensor: ...
+
+
 class EagleSession:
-    """What both sessions share; a chain of drafts (EAGLE-3) as it stands, `peagle.PEagleSession` overrides `_chain`.
+    """What sessions of pairs share; a chain of drafts (EAGLE-3) as it stands, `peagle.PEagleSession` overrides `_chain`.
 
     Args:
         drafter: trained module, which must not change meanwhile.
@@ -52,7 +71,7 @@ class EagleSession:
     @torch.no_grad()
     def __init__(
         self,
-        drafter: EagleDrafter,
+        drafter: PairDrafter,
         embed: Tensor,
         head: Tensor | PackedLinear,
         *,
@@ -71,10 +90,7 @@ class EagleSession:
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self.draft_to_target = None if draft_to_target is None else draft_to_target.to(self.device)
         self._embed, self._head = embed.detach(), head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
-        self._layers = [
-            _Layer(layer, config.sliding_window if kind == SLIDING else None)
-            for layer, kind in zip((m for m in drafter.layers if isinstance(m, EagleLayer)), config.layer_types, strict=True)
-        ]
+        self._pack()
         self._cos, self._sin = drafter.rope.table(torch.arange(max_length + config.block_size, device=self.device), self.dtype)
         self._keys = torch.empty(config.num_layers, config.num_kv_heads, 0, config.head_dim, dtype=self.dtype, device=self.device)
         self._values = torch.empty_like(self._keys)
@@ -129,6 +145,11 @@ class EagleSession:
         if self.draft_to_target is None:
             return probs
         return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
+
+    def _pack(self) -> None:
+        assert isinstance(self.drafter, EagleDrafter)
+        layers = zip((m for m in self.drafter.layers if isinstance(m, EagleLayer)), self.config.layer_types, strict=True)
+        self._layers = [_Layer(layer, self.config.sliding_window if kind == SLIDING else None) for layer, kind in layers]
 
     def _chain(self, anchor: int, count: int, temperature: float, generator: torch.Generator | None) -> Draft:
         feature, token = self._features[self.length - 1], anchor

@@ -7,11 +7,14 @@ from firesteel.drafters import dflash2_format as two
 from firesteel.drafters import dspark
 from firesteel.drafters import eagle_format as eagles
 from firesteel.drafters import latent_format as latents
+from firesteel.drafters import mtp_format as mtps
 from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.dflash2 import DFlash2Drafter
 from firesteel.drafters.dflash2_session import DFlash2Session
 from firesteel.drafters.eagle3 import Eagle3Drafter
 from firesteel.drafters.eagle_session import EagleSession
+from firesteel.drafters.mtp import MtpDrafter
+from firesteel.drafters.mtp_session import MtpSession
 from firesteel.drafters.peagle import PEagleDrafter, PEagleSession
 from firesteel.drafters.session import BlockSession
 from firesteel.drafters.spec import DraftSpec, Native, get_spec, names, native_format, register
@@ -108,5 +111,32 @@ register(
         causal=True,
         method="eagle3",
         serving={"parallel_drafting": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+    )
+)
+register(
+    DraftSpec(
+        name="mtp",
+        title="MTP",
+        architecture="MTPHead",
+        build=MtpDrafter,
+        session=MtpSession,
+        keys=mtps.mtp_keys,
+        schema=mtps.MtpFields,
+        to_json=mtps.mtp_layer_json,
+        from_json=mtps.mtp_from_frame,
+        options=mtps.mtp_options,
+        check=mtps.check_mtp,
+        causal=True,
+        masks=False,
+        reduced_vocab=False,
+        method="mtp",
+        serving={"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+        native=Native(mtps.MODEL_TYPE, lambda config: True, mtps.MtpFields, mtps.mtp_to_json, mtps.mtp_from_json),
+        adapt=mtps.adapt_to_target,
+        fits=mtps.fits_mtp,
+        captures=mtps.last_layer,
+        start=mtps.start_mtp,
+        decay=mtps.mtp_decay,
+        stitch=mtps.PREFIX,
     )
 )

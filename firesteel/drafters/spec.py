@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
-from torch import nn
+from torch import Tensor, nn
 
 from firesteel import recipe as recipes
 from firesteel.drafters.config import DraftConfig
@@ -30,6 +30,18 @@ def _no_limits(config: DraftConfig) -> list[str]:
 
 
 def _fine(config: DraftConfig) -> None:
+    return None
+
+
+def _as_it_is(config: DraftConfig, layer: Mapping[str, Any], num_layers: int) -> DraftConfig:
+    return config
+
+
+def _anything(settings: recipes.Drafter, layer: Mapping[str, Any], native: Callable[[], Mapping[str, Tensor]]) -> None:
+    return None
+
+
+def _none(config: DraftConfig) -> float | None:
     return None
 
 
@@ -78,6 +90,14 @@ class DraftSpec:
         serving: more of that config.
         limits: what a user must know before serving, a sentence each.
         native: another config.json for some of its drafters.
+        adapt: (config, the target's text configuration, its number of layers) -> the config, for drafters made of the target's own parts.
+        fits: (recipe, the target's text configuration, reads the tensors of its files below `stitch`): refuses, before anything is spent, what
+            no drafter can be made for (RecipeError).
+        captures: number of layers -> layers that must be captured, and what `target.layer_ids=auto` means; None leaves it to the target.
+        start: (new module, recipe, weight of the target's final norm, tensors of the target's files below `stitch`) fills what begins as the
+            target's own, and says so.
+        decay: that of exponential position weights; None leaves it to `loss.decay`.
+        stitch: prefix of its tensors in the target's own files, where servers load it from; empty for drafters in a folder of their own.
     """
 
     name: str
@@ -101,6 +121,12 @@ class DraftSpec:
     serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
     limits: Callable[[DraftConfig], list[str]] = _no_limits
     native: Native | None = None
+    adapt: Callable[[DraftConfig, Mapping[str, Any], int], DraftConfig] = _as_it_is
+    fits: Callable[[recipes.Drafter, Mapping[str, Any], Callable[[], Mapping[str, Tensor]]], None] = _anything
+    captures: Callable[[int], tuple[int, ...]] | None = None
+    start: Callable[[nn.Module, recipes.Drafter, Tensor, Mapping[str, Tensor]], str] | None = None
+    decay: Callable[[DraftConfig], float | None] = _none
+    stitch: str = ""
 
 
 _specs: dict[str, DraftSpec] = {}

@@ -41,12 +41,8 @@ def model_card(config: DraftConfig, contract: Contract, *, numbers: Mapping[str,
 def speculative_config(config: DraftConfig, contract: Contract, model_path: str) -> dict[str, Any]:
     """What vLLM takes as `--speculative-config`."""
     spec = get_spec(config.algorithm)
-    return {
-        "model": model_path,
-        "method": spec.method,
-        "num_speculative_tokens": contract.speculative_tokens,
-        **spec.serving,
-    }
+    own = {} if spec.stitch else {"model": model_path}
+    return {**own, "method": spec.method, "num_speculative_tokens": contract.speculative_tokens, **spec.serving}
 
 
 def limits(config: DraftConfig, contract: Contract) -> list[str]:
@@ -179,7 +175,11 @@ def _serving(config: DraftConfig, contract: Contract) -> str:
     text = json.dumps(speculative_config(config, contract, "PATH_OF_THIS_FOLDER"))
     # A `pypi:` name is Firesteel's own; vLLM wants a folder or a hub name.
     name = "PATH_OF_THE_TARGET" if contract.target_name.startswith("pypi:") else contract.target_name
-    return (
+    stitching = ""
+    if get_spec(config.algorithm).stitch:
+        stitching = f"Servers load it with the target, from one folder:\n\n```bash\nfiresteel stitch PATH_OF_THIS_FOLDER {name} NEW_FOLDER\n```\n\n"
+        name = "NEW_FOLDER"
+    return stitching + (
         f"```bash\nvllm serve {name} --speculative-config '{text}'\n```\n\n"
         f"`num_speculative_tokens` may be at most {config.num_drafts}. "
         "`firesteel.json` is the train/serve contract: Firesteel refuses to decode where it does not hold."

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
+from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 from firesteel.target.local import LocalTarget, load_target
+from firesteel.target.native import read_native
 from firesteel.target.session import TargetSession
 
 
@@ -61,12 +63,23 @@ class Line:
     def target(self) -> LocalTarget:
         started = time.monotonic()
         target = load_target(self.recipe.target)
+        spec = get_spec(self.recipe.drafter.algorithm)
+        spec.fits(self.recipe.drafter, target.text_config, lambda: read_native(self.recipe.target, spec.stitch))
         self.screen.say(f"target {target.spec.name}: {target.spec.architecture}, {target.spec.num_layers} layers, loaded in {time.monotonic() - started:.1f} s")
         return target
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
-        return self.target.layer_ids(self.recipe.target.layer_ids)
+        wanted, captures = self.recipe.target.layer_ids, get_spec(self.recipe.drafter.algorithm).captures
+        needed = () if captures is None else captures(self.target.spec.num_layers)
+        ids = needed if needed and isinstance(wanted, str) else self.target.layer_ids(wanted)
+        lacking = [i for i in needed if i not in ids]
+        if lacking:
+            raise RecipeError(
+                f"target.layer_ids={list(ids)} lacks {lacking[0]}, which drafter.algorithm={self.recipe.drafter.algorithm} reads",
+                mend=f"leave out target.layer_ids, or add {lacking[0]}",
+            )
+        return ids
 
     def decoding_session(self, layer_ids: tuple[int, ...], length: int) -> TargetSession:
         """A decoding session of the target; drafters with the same layers share it, so that its packed weights exist once."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from firesteel import recipe as recipes
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
@@ -26,6 +27,7 @@ from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key, warm_source
 from firesteel.target.mask import pick_mask_token
+from firesteel.target.native import read_native
 from firesteel.target.spec import TargetSpec, weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
@@ -98,7 +100,7 @@ def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | N
     held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = get_spec(config.algorithm).build(config).to(line.target.device)
-    if recipe.drafter.init == "target":
+    if recipe.drafter.init == "target" and get_spec(config.algorithm).start is None:
         first = first_copied_layer(line.target.spec.num_layers, config)
         layers = line.target.layer_weights(first, config.num_layers)
         feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
@@ -148,7 +150,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
     mask = settings.mask_token_id if warm is None or settings.mask_token_id is not None else warm.config.mask_token_id
     if mask is None and get_spec(algorithm).masks:
         mask = pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
-    config = make_config(settings, facts, line.layer_ids, mask)
+    config = adapted(line, make_config(settings, facts, line.layer_ids, mask))
     if warm is not None:
         config = warm_config(config, warm.config, settings.init)
     frozen = weights_checksum(target.model)
@@ -163,6 +165,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens)
         if warm is not None:
             line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
+        begin_as_target(line, job.drafter, settings)
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
         result = train(job)
@@ -193,6 +196,19 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         "coverage": None if vocab is None else vocab.coverage(_counts(line, hidden)),
         "target": target.spec.to_dict(),
     }
+
+
+def adapted(line: Line, config: DraftConfig) -> DraftConfig:
+    """The config as its algorithm takes it from the target's own."""
+    return get_spec(config.algorithm).adapt(config, line.target.text_config, line.target.spec.num_layers)
+
+
+def begin_as_target(line: Line, drafter: nn.Module, settings: recipes.Drafter) -> None:
+    """Fill what an algorithm takes over from the target, and say so."""
+    spec = get_spec(settings.algorithm)
+    if spec.start is not None:
+        said = spec.start(drafter, settings, line.target.norm_weight, read_native(line.recipe.target, spec.stitch))
+        line.screen.say(f"{settings.algorithm}: {said}")
 
 
 def target_facts(spec: TargetSpec) -> TargetFacts:
@@ -230,6 +246,7 @@ def _counts(line: Line, hidden: Artifact) -> torch.Tensor:
 def _slot_weights(line: Line, config: DraftConfig) -> torch.Tensor:
     loss = line.recipe.loss
     if loss.position_weights == "exponential":
-        return exponential_weights(config.block_size, config.sample_from_anchor, loss.decay)
+        decay = get_spec(config.algorithm).decay(config)
+        return exponential_weights(config.block_size, config.sample_from_anchor, loss.decay if decay is None else decay)
     # D-PACE multiplies its own weights in, batch by batch.
     return uniform_weights(config.block_size, config.sample_from_anchor)

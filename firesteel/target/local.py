@@ -35,6 +35,11 @@ class LocalTarget:
         return decoder(self.model).layers
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The configuration of the language model, as Transformers writes it."""
+        return self.model.config.get_text_config().to_dict()
+
+    @property
     def norm_weight(self) -> Tensor:
         """`[d]` what the final norm multiplies by.
 

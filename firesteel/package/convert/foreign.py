@@ -92,9 +92,7 @@ def read_layers(fields: Fields, *, head_dim: int | None = None, rope_theta: floa
             mend=f"kinds: {', '.join(ROPE_KINDS)}, over whole heads",
         )
     if layers.use_sliding_window and "sliding_attention" not in values["layer_types"]:
-        raise CheckpointError(
-            f"{fields.where}: use_sliding_window is True (sliding_window {layers.sliding_window}), but layer_types has no sliding layer"
-        )
+        raise CheckpointError(f"{fields.where}: use_sliding_window is True (sliding_window {layers.sliding_window}), but layer_types has no sliding layer")
     return values
 
 

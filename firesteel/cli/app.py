@@ -158,5 +158,15 @@ def convert(
     _call("firesteel.cli.runner", "convert", source, out, to, target, fields or [])
 
 
+@app.command()
+def stitch(
+    folder: Annotated[Path, typer.Argument(help="A packaged MTP head.")],
+    target: Annotated[Path, typer.Argument(help="Folder of the target that it was trained for.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+) -> None:
+    """Copy a target with a fine-tuned MTP head in place of its own, as servers load it."""
+    _call("firesteel.cli.runner", "stitch", folder, target, out)
+
+
 if __name__ == "__main__":
     main()

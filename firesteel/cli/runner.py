@@ -18,6 +18,7 @@ from firesteel.stages import calibrate, check, evaluate, extract, package, promp
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
+from firesteel.stages.stitch import stitch_once
 
 # The whole system in one list; `run` walks it.
 LINE: list[tuple[str, Callable[[Line], Any]]] = [
@@ -63,6 +64,11 @@ def convert(source: Path, out: Path, to: str, target: str | None, overrides: lis
     settings = {"name": "convert", "target": {"model": target}, "train": {"max_steps": 1}}
     screen = ConsoleScreen()
     convert_once(None if target is None else Line(recipe_from_dict(settings), screen), screen, source, out, to, overrides)
+
+
+def stitch(folder: Path, target: Path, out: Path) -> None:
+    """A packaged MTP head into a copy of its target."""
+    stitch_once(ConsoleScreen(), folder, target, out)
 
 
 def _quiet() -> None:

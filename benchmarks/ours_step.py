@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import firesteel
 from firesteel import recipe as recipes
 from firesteel.batches.packing import BlockLayout, pack
-from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.build import make_config
+from firesteel.drafters.registry import get_spec
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
 from firesteel.kernels.memory import use_huge_pages
@@ -43,7 +43,7 @@ class Step:
     """Drafter, optimizer and batches of Firesteel."""
 
     def __init__(self, folder: Path, compiled: bool) -> None:
-        setting = json.loads((folder / "setting.json").read_text())
+        setting = self.setting = json.loads((folder / "setting.json").read_text())
         data = load_file(folder / "batch.safetensors")
         target = load_target(recipes.Target(model=setting["target"]))
         train = recipes.Train(
@@ -94,9 +94,14 @@ class Step:
     def check(self, _: str) -> dict[str, Any]:
         """The loss at the anchors of the folder, without a step."""
         batch = pack([self.sample], [self.anchors], self.layout)
+        inside = batch.slots >= 0
+        # The peer divides by the number of slots that count, in EAGLE-3 step by step; we by the sum of their weights.
+        denominator = float(inside.sum())
+        if "step_decay" in self.setting:
+            batch.weights = inside * self.setting["step_decay"] ** torch.arange(batch.block_size) / inside.sum(0).clamp(min=1)
+            denominator = 1.0
         with torch.no_grad():
-            # The peer divides by the number of slots that count, we by the sum of their weights.
-            result, _logits = compute_loss(self.job, batch, self.weights, denominator=float((batch.slots >= 0).sum()))
+            result, _logits = compute_loss(self.job, batch, self.weights, denominator=denominator)
         return {"loss": float(result.loss.detach()), "slots": int(result.valid.sum())}
 
 
@@ -115,14 +120,20 @@ def as_sample(data: dict[str, Tensor], setting: dict[str, Any], fingerprint: str
     )
 
 
-def make_drafter(setting: dict[str, Any], target: LocalTarget) -> BlockDrafter:
+def make_drafter(setting: dict[str, Any], target: LocalTarget) -> Any:
     """The drafter that the setting describes, freshly initialised."""
     spec = target.spec
     facts = target_facts(spec)
     wanted = recipes.Drafter(
-        algorithm=setting["algorithm"], num_layers=setting["num_layers"], block_size=setting["block_size"], markov_rank=setting["markov_rank"], attention="full"
+        algorithm=setting["algorithm"],
+        num_layers=setting["num_layers"],
+        block_size=setting["block_size"],
+        markov_rank=setting["markov_rank"],
+        attention="full",
+        eagle=recipes.Eagle(**setting.get("eagle", {})),
     )
-    return BlockDrafter(make_config(wanted, facts, tuple(setting["layer_ids"]), setting["mask_token_id"]))
+    config = make_config(wanted, facts, tuple(setting["layer_ids"]), setting["mask_token_id"])
+    return get_spec(config.algorithm).build(config)
 
 
 def main() -> None:

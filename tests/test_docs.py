@@ -15,7 +15,7 @@ from firesteel.package.convert.fields import read_overrides
 from firesteel.recipe import load_recipe, recipe_from_dict
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 VERBS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 _STARTS = ("make ", ".venv/bin/firesteel ", "firesteel ", "python benchmarks/")
 

@@ -26,7 +26,10 @@ import torch
 from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dflash2 import DFlash2DraftModel
 from speculators.models.dspark import DSparkDraftModel
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.eagle3.data import shift_batch
 from speculators.train.cli import build_draft_model, parse_vocab_mappings
 from speculators.train.config import TrainConfig
 from speculators.train.data import CollateFn
@@ -34,7 +37,7 @@ from speculators.train.optimizers import build_optimizers
 from step_worker import MemoryMeter, serve
 from torch import Tensor
 
-MODELS = {"dspark": DSparkDraftModel, "dflash": DFlashDraftModel}
+MODELS = {"dspark": DSparkDraftModel, "dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel, "eagle3": Eagle3DraftModel}
 
 
 def train_arguments(setting: dict[str, Any]) -> argparse.Namespace:
@@ -46,19 +49,28 @@ def train_arguments(setting: dict[str, Any]) -> argparse.Namespace:
         "--speculator-type": [setting["algorithm"]],
         "--verifier-name-or-path": [setting["target"]],
         "--total-seq-len": [setting["tokens"]],
-        "--max-anchors": [setting["anchors"]],
         "--num-layers": [setting["num_layers"]],
-        "--block-size": [setting["block_size"]],
         "--target-layer-ids": setting["layer_ids"],
-        "--full-attention-indices": list(range(setting["num_layers"])),
-        "--mask-token-id": [setting["mask_token_id"]],
-        "--loss-fn": [json.dumps({k: v for k, v in setting["loss"].items() if k in ("ce", "tv")})],
-        "--per-position-loss-weight": ["fixed-exp-decay"],
         "--optimizer": ["adamw"],
         "--hidden-states-dtype": ["float32"],
         "--draft-attn-impl": ["sdpa"],
         "--loss-implementation": ["eager"],
     }
+    if setting["algorithm"] == "eagle3":
+        given |= {
+            "--ttt-steps": [setting["block_size"]],
+            "--ttt-step-loss-decay": [setting["step_decay"]],
+            "--loss-fn": ["kl_div"],
+        }
+    else:
+        given |= {
+            "--max-anchors": [setting["anchors"]],
+            "--block-size": [setting["block_size"]],
+            "--full-attention-indices": list(range(setting["num_layers"])),
+            "--mask-token-id": [setting["mask_token_id"]],
+            "--loss-fn": [json.dumps({k: v for k, v in setting["loss"].items() if k in ("ce", "tv")})],
+            "--per-position-loss-weight": ["fixed-exp-decay"],
+        }
     if setting["algorithm"] == "dspark":
         given |= {"--markov-rank": [setting["markov_rank"]], "--confidence-head-alpha": [setting["loss"]["confidence"]]}
     given |= setting.get("flags", {})
@@ -111,8 +123,9 @@ class Step:
 
     def check(self, _: str) -> dict[str, Any]:
         """The loss at the anchors of the folder, without a step."""
+        more = {} if isinstance(self.model, Eagle3DraftModel) else {"max_anchors": len(self.anchors)}
         with fixed_anchors(self.anchors), torch.no_grad():
-            _tokens, loss, metrics = self.model(**self.batch, **{**self.keywords, "max_anchors": len(self.anchors)})
+            _tokens, loss, metrics = self.model(**self.batch, **{**self.keywords, **more})
         terms = {k: float(metrics[f"{k}_sum"]) for k in ("ce_loss", "tv_loss", "confidence_loss") if f"{k}_sum" in metrics}
         return {"loss": float(loss), **terms}
 
@@ -138,6 +151,10 @@ def fixed_anchors(anchors: Tensor) -> Iterator[None]:
 def collate(data: dict[str, Tensor], setting: dict[str, Any]) -> dict[str, Any]:
     """The documents (one, unless `lengths` says otherwise) through the peer's own collation."""
     lengths = data.get("lengths", torch.tensor([len(data["token_ids"])])).tolist()
+    if setting["algorithm"] == "eagle3":
+        # It counts a step by the token whose state predicts; the last one predicts nothing here.
+        data = {**data, "loss_mask": data["loss_mask"].clone()}
+        data["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = False
     parts = {name: data[name].split(lengths) for name in ("token_ids", "loss_mask", "aux", "last")}
     samples = [
         {
@@ -150,7 +167,13 @@ def collate(data: dict[str, Tensor], setting: dict[str, Any]) -> dict[str, Any]:
         }
         for i, length in enumerate(lengths)
     ]
-    own = CollateFn(setting["tokens"], data["last"].shape[1], num_target_layers=len(setting["layer_ids"]), dtype=torch.float32)
+    own = CollateFn(
+        setting["tokens"],
+        data["last"].shape[1],
+        num_target_layers=len(setting["layer_ids"]),
+        dtype=torch.float32,
+        preprocess=shift_batch if setting["algorithm"] == "eagle3" else None,
+    )
     return own(samples)
 
 

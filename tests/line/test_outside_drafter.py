@@ -38,7 +38,7 @@ def test_its_options_are_its_own(make_line: MakeLine) -> None:
 
 
 def test_a_module_that_is_not_there(make_line: MakeLine) -> None:
-    with pytest.raises(RecipeError, match="drafter.module=no_such_module"):
+    with pytest.raises(RecipeError, match=r"drafter\.module=no_such_module"):
         make_line(drafter={**OWN, "module": "no_such_module"})
 
 

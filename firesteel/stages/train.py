@@ -165,7 +165,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens)
         if warm is not None:
             line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
-        begin_as_target(line, job.drafter, settings)
+        else:
+            begin_as_target(line, job.drafter, settings)
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
         result = train(job)

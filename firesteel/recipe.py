@@ -89,7 +89,7 @@ class Hidden(Section):
 
 
 class Eagle(Section):
-    layer_style: Literal["llama", "qwen3"] = Field("llama", description="Layers without (llama) or with (qwen3) query and key norms; vLLM serves `llama`.")
+    layer_style: Literal["llama", "qwen3"] = Field("llama", description="Layers without (llama) or with (qwen3) query and key norms.")
     norm_before_residual: bool | None = Field(
         None, description="The normalised feature goes on in the residual stream; empty takes the algorithm's own (eagle3 true, peagle false)."
     )
@@ -233,6 +233,9 @@ class Evaluate(Section):
     speed_repeats: int = Field(2, description="Repeats of the speed measurement.", ge=1)
     draft_lengths: list[int] | None = Field(None, description="Verification lengths tried for speed; empty tries a few.")
     compare: list[str] = Field(default_factory=list, description="Algorithms to train on the same data and budget and to report beside.")
+    drafters: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Where a compared algorithm's `drafter` settings differ, such as {eagle3: {num_layers: 1}}."
+    )
     extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
     bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
     confidence_thresholds: list[float] = Field(
@@ -261,7 +264,25 @@ class Recipe(Section):
             raise ValueError("responses.samples > 1 needs responses.temperature > 0: greedy answers are all the same")
         if not any((self.train.max_minutes, self.train.max_steps, self.train.epochs)):
             raise ValueError("training needs an end: set train.max_minutes, train.max_steps or train.epochs")
+        for name in self.evaluate.drafters:
+            if name not in self.evaluate.compare:
+                raise ValueError(f"evaluate.drafters has {name}, which evaluate.compare has not")
+            try:
+                self.drafter_of(name)
+            except ValidationError as e:
+                first = e.errors()[0]
+                raise ValueError(f"evaluate.drafters.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         return self
+
+    def drafter_of(self, algorithm: str) -> Drafter:
+        """Settings of one of the drafters that the recipe trains: `drafter`, or for a compared one the same but for its own differences.
+
+        A checkpoint to start from belongs to the headline drafter alone; compared ones start as if there were none.
+        """
+        if algorithm == self.drafter.algorithm:
+            return self.drafter
+        init = self.drafter.init if self.drafter.init in ("random", "target") else "random"
+        return Drafter.model_validate({**self.drafter.model_dump(), "init": init, **self.evaluate.drafters.get(algorithm, {}), "algorithm": algorithm})
 
     @property
     def run_dir(self) -> Path:

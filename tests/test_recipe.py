@@ -67,3 +67,26 @@ def test_broken_yaml_names_the_file(tmp_path: Path, text: str) -> None:
 
 def test_every_setting_is_explained() -> None:
     assert all(help_text for _, help_text in known_keys())
+
+
+def test_compared_drafters_are_the_same_but_for_what_is_said() -> None:
+    recipe = load_recipe("compare-smollm2")
+    assert recipe.drafter_of("dspark") == recipe.drafter
+    assert recipe.drafter_of("eagle3") == recipe.drafter.model_copy(update={"algorithm": "eagle3", "num_layers": 1, "block_size": 5})
+    assert recipe.drafter_of("dflash2").draft_vocab_size is None
+    warm = load_recipe("compare-smollm2", ["drafter.init=some/checkpoint"])
+    assert (warm.drafter_of("dspark").init, warm.drafter_of("dflash").init) == ("some/checkpoint", "random")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("evaluate.drafters={mtp: {num_layers: 1}}", "evaluate.drafters has mtp, which evaluate.compare has not"),
+        ("evaluate.drafters={eagle3: {num_layer: 1}}", "evaluate.drafters.eagle3.num_layer"),
+        ("evaluate.drafters={eagle3: {num_layers: none}}", "evaluate.drafters.eagle3.num_layers"),
+    ],
+)
+def test_differences_of_compared_drafters_are_checked(override: str, words: str) -> None:
+    with pytest.raises(RecipeError) as e:
+        load_recipe("compare-smollm2", [override])
+    assert words in str(e.value)

@@ -83,8 +83,10 @@ def load_trained(line: Line, algorithm: str, artifact: Artifact | None = None) -
     return Trained(config, vocab, drafter.eval(), artifact.manifest.about)
 
 
-def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | None, hidden: Artifact, on_step: Any, *, tokens: int) -> TrainJob:
-    """A training job over the stored states; `tokens` bounds the held-out documents."""
+def make_job(
+    line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | None, hidden: Artifact, on_step: Any, *, tokens: int, init: str = "random"
+) -> TrainJob:
+    """A training job over the stored states; `tokens` bounds the held-out documents. The drafter starts from the target with `init=target`."""
     recipe, store = line.recipe, extract.open_store(line, hidden)
     layout = BlockLayout(config.block_size, config.sample_from_anchor, _slot_weights(line, config), vocab)
     listed = extract.read_index(hidden, "train")
@@ -100,7 +102,7 @@ def make_job(line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | N
     held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = get_spec(config.algorithm).build(config).to(line.target.device)
-    if recipe.drafter.init == "target" and get_spec(config.algorithm).start is None:
+    if init == "target" and get_spec(config.algorithm).start is None:
         first = first_copied_layer(line.target.spec.num_layers, config)
         layers = line.target.layer_weights(first, config.num_layers)
         feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
@@ -128,9 +130,9 @@ def first_copied_layer(target_layers: int, config: DraftConfig) -> int:
 
 
 def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
-    recipe = line.recipe
+    recipe, drafter = line.recipe, line.recipe.drafter_of(algorithm)
     settings = {
-        "drafter": {**recipe.drafter.model_dump(), "algorithm": algorithm, "init": warm_key(recipe.drafter)},
+        "drafter": {**drafter.model_dump(), "init": warm_key(drafter)},
         "loss": recipe.loss.model_dump(),
         "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile"}),
         "seed": recipe.seed,
@@ -142,10 +144,9 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
-    vocab = draft_vocab(line, hidden)
-    spec = target.spec
+    settings, spec = recipe.drafter_of(algorithm), target.spec
+    vocab = draft_vocab(line, hidden, settings.draft_vocab_size)
     facts = target_facts(spec)
-    settings = recipe.drafter.model_copy(update={"algorithm": algorithm})
     warm = warm_source(settings)
     mask = settings.mask_token_id if warm is None or settings.mask_token_id is not None else warm.config.mask_token_id
     if mask is None and get_spec(algorithm).masks:
@@ -162,11 +163,11 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
             else:
                 bar.set(values["done"], f"step {values['step']} loss {values['loss']:.3f} best {values['best']:.2f}")
 
-        job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens)
+        job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens, init=settings.init)
         if warm is not None:
             line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
-        else:
-            begin_as_target(line, job.drafter, settings)
+        # After a warm start, too: the hook leaves its weights, but what must be this target's own (an MTP head's copy of the final norm) it fills.
+        begin_as_target(line, job.drafter, settings)
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
         result = train(job)
@@ -230,9 +231,8 @@ def target_facts(spec: TargetSpec) -> TargetFacts:
     )
 
 
-def draft_vocab(line: Line, hidden: Artifact) -> DraftVocab | None:
-    """The recipe's reduced vocabulary, ranked by the supervised tokens of the training documents."""
-    size = line.recipe.drafter.draft_vocab_size
+def draft_vocab(line: Line, hidden: Artifact, size: int | None) -> DraftVocab | None:
+    """A reduced vocabulary of this size, ranked by the supervised tokens of the training documents; None for the whole one."""
     if size is None or size == line.target.spec.vocab_size:
         return None
     return build_vocab(_counts(line, hidden), size, line.target.spec.eos_ids)

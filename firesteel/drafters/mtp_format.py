@@ -73,10 +73,7 @@ def fits_mtp(settings: recipes.Drafter, layer: Mapping[str, Any], native: Callab
     if settings.init == "target":
         raise RecipeError("drafter.init=target: an MTP head begins with the target's native one", mend="leave out drafter.init, and set drafter.mtp.start")
     if settings.mtp.start == "native" and settings.init == "random" and not native():
-        raise RecipeError(
-            "drafter.mtp.start=native, but the target's files hold no mtp.* tensors (saving a model with Transformers drops them)",
-            mend="give the publisher's folder as target.model, or set drafter.mtp.start=random",
-        )
+        raise _headless()
 
 
 def adapt_to_target(config: DraftConfig, layer: Mapping[str, Any], num_layers: int) -> DraftConfig:
@@ -248,18 +245,28 @@ def start_mtp(drafter: nn.Module, settings: recipes.Drafter, final_norm: Tensor,
         native: tensors of the target's files below `mtp.`; empty where there are none.
 
     Raises:
+        RecipeError: `drafter.mtp.start=native`, but the files hold no head.
         TargetError: the head in the files is damaged or quantised.
     """
     state = drafter.state_dict()
     state[TARGET_NORM].copy_(final_norm)
-    if settings.init != "random":
+    if settings.init not in ("random", "target"):  # a drafter to compare with may be told `target`; its head has a setting of its own
         return f"the head begins as that of {settings.init}"
+    if settings.mtp.start == "native" and not native:
+        raise _headless()
     if settings.mtp.start == "random" or not native:
         return "the head begins from noise" + ("" if native else ": the target's files hold no mtp.* tensors")
     config: Any = drafter.config
     for name, tensor in from_native(native, mtp_keys(config)).items():
         state[name].copy_(tensor)
     return f"the head begins as the target's native one ({len(native)} tensors)"
+
+
+def _headless() -> RecipeError:
+    return RecipeError(
+        "drafter.mtp.start=native, but the target's files hold no mtp.* tensors (saving a model with Transformers drops them)",
+        mend="give the publisher's folder as target.model, or set drafter.mtp.start=random",
+    )
 
 
 @lru_cache(maxsize=8)

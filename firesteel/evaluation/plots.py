@@ -35,10 +35,10 @@ class Theme:
     series: tuple[str, ...]
 
 
-LIGHT = Theme("light", "#ffffff", "#23211f", "#dcd8d2", ("#d55e00", "#0072b2", "#009e73", "#8a5a83"))
-DARK = Theme("dark", "#1d1b1a", "#ece8e2", "#3d3936", ("#f28e3d", "#56b4e9", "#2cc295", "#cc79a7"))
+LIGHT = Theme("light", "#ffffff", "#23211f", "#dcd8d2", ("#d55e00", "#0072b2", "#009e73", "#8a5a83", "#8c7a00", "#5a5a5a"))
+DARK = Theme("dark", "#1d1b1a", "#ece8e2", "#3d3936", ("#f28e3d", "#56b4e9", "#2cc295", "#cc79a7", "#f0e442", "#b0b0b0"))
 THEMES = (LIGHT, DARK)
-_MARKERS = ("o", "s", "^", "D")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 _DASHES = ("-", "--", "-.", ":")
 
 
@@ -73,7 +73,7 @@ def _positions(report: Report, theme: Theme) -> Figure | None:
         return None
     figure, axes = _canvas("Drafts that survive, by position")
     for i, (name, positions) in enumerate(drafters.items()):
-        style = {"color": theme.series[i % 4], "marker": _MARKERS[i % 4], "clip_on": False, "zorder": 3}
+        style = {"color": theme.series[i % 6], "marker": _MARKERS[i % 6], "clip_on": False, "zorder": 3}
         prefix, step = positions.unconditional, [p for p in positions.conditional if p.rate is not None]
         axes.plot([p.position for p in prefix], [p.rate for p in prefix], label=f"{name}: whole prefix", linestyle="-", **style)
         axes.plot([p.position for p in step], [p.rate for p in step], label=f"{name}: given the last", linestyle=":", markerfacecolor=theme.paper, **style)
@@ -89,19 +89,19 @@ def _domains(report: Report, theme: Theme) -> Figure | None:
     if not names:
         return None
     names.sort(key=lambda n: _pooled(report.domains[n].acceptance_length))
-    figure, axes = _canvas("Acceptance length by domain", rows=len(names))
     drafters = list(report.drafters)
+    figure, axes = _canvas("Acceptance length by domain", rows=round(len(names) * max(1.0, len(drafters) / 3)))
     for i, drafter in enumerate(drafters):
-        offset = (i - (len(drafters) - 1) / 2) * -0.28
+        offset = (i - (len(drafters) - 1) / 2) * -min(0.28, 0.8 / len(drafters))
         for y, name in enumerate(names):
             al = report.domains[name].by_drafter.get(drafter)
             if al is not None:
-                _whisker(axes, al.pooled, y + offset, al.interval, theme.series[i % 4], _MARKERS[i % 4])
+                _whisker(axes, al.pooled, y + offset, al.interval, theme.series[i % 6], _MARKERS[i % 6])
         overall = report.drafters[drafter].acceptance_length
         label = drafter if overall is None else f"{drafter}: {overall.pooled:.2f} over all"
-        axes.plot([], [], linestyle="", marker=_MARKERS[i % 4], color=theme.series[i % 4], label=label)
+        axes.plot([], [], linestyle="", marker=_MARKERS[i % 6], color=theme.series[i % 6], label=label)
         if overall is not None:
-            axes.axvline(overall.pooled, color=theme.series[i % 4], linestyle=_DASHES[(i + 1) % 4], linewidth=1, zorder=1)
+            axes.axvline(overall.pooled, color=theme.series[i % 6], linestyle=_DASHES[(i + 1) % 4], linewidth=1, zorder=1)
     axes.set_yticks(range(len(names)), [_words(n) for n in names])
     axes.set(xlabel="tokens per target step (lines: 95% interval)")
     axes.set_xlim(left=min(1.0, axes.get_xlim()[0]))
@@ -155,8 +155,8 @@ def _training(report: Report, theme: Theme) -> Figure | None:
             [p.seconds / 60 for p in curve],
             [p.acceptance_length for p in curve],
             label=name,
-            color=theme.series[i % 4],
-            marker=_MARKERS[i % 4],
+            color=theme.series[i % 6],
+            marker=_MARKERS[i % 6],
             linestyle=_DASHES[i % 4],
         )
     axes.set(xlabel="minutes of training", ylabel="acceptance length (validation)")
@@ -178,14 +178,14 @@ def _speed_by_length(report: Report, theme: Theme) -> Figure | None:
             list(expected),
             list(expected.values()),
             label=f"{report.run.drafter}, expected from costs",
-            color=theme.series[2],
+            color=theme.ink,
             linestyle="-.",
             marker="^",
             markersize=4,
         )
     for i, (name, speeds) in enumerate(drafters.items()):
-        color, marker = theme.series[i % 2], _MARKERS[i % 2]
-        axes.plot([s.draft_length for s in speeds], [s.pooled for s in speeds], label=f"{name}, measured", color=color, marker=marker, linestyle=_DASHES[i % 2])
+        color, marker = theme.series[i % 6], _MARKERS[i % 6]
+        axes.plot([s.draft_length for s in speeds], [s.pooled for s in speeds], label=f"{name}, measured", color=color, marker=marker, linestyle=_DASHES[i % 4])
         for s in speeds:
             if s.interval is not None:
                 axes.plot([s.draft_length] * 2, s.interval, color=color, linewidth=1.4, alpha=0.55)

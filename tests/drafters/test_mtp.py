@@ -161,6 +161,8 @@ def test_starts() -> None:
     assert torch.equal(drafter.mtp.fc.weight, before)
     assert torch.equal(drafter.target_norm.weight, norm)
     assert "begins as that of runs" in start_mtp(drafter, recipes.Drafter(init="runs/x/package"), norm, {"mtp.fc.weight": before})
+    with pytest.raises(RecipeError, match=r"start=native, but the target's files hold no"):
+        start_mtp(drafter, recipes.Drafter(mtp=recipes.Mtp(start="native")), norm, {})
 
 
 def test_what_does_not_exist_is_refused() -> None:

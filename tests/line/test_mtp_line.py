@@ -14,6 +14,7 @@ from tiny_target import recipe_settings, save_tiny_target, write_prompts
 from transformers import AutoModelForCausalLM
 
 from firesteel.cli.runner import LINE, run_line
+from firesteel.decoding.decode import decode_plain, decode_speculative
 from firesteel.drafters.mtp_format import from_native, mtp_keys
 from firesteel.errors import RecipeError
 from firesteel.evaluation.report import read_report
@@ -21,6 +22,7 @@ from firesteel.package.load import load
 from firesteel.package.stitch import stitch
 from firesteel.recipe import recipe_from_dict
 from firesteel.stages.line import Line
+from firesteel.stages.runtime import open_package
 from firesteel.stages.train import load_trained
 from firesteel.target.native import read_native
 
@@ -72,6 +74,20 @@ def test_the_line_ends_with_a_head_that_is_stitched_back(mtp_folder: Path, tmp_p
     ids = torch.arange(4, 14)[None]
     logits = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits for folder in (mtp_folder / "target", out)]
     assert torch.equal(*logits)
+    # Drafted text is the target's own, whatever is drafted.
+    runtime = open_package(line, package)
+    for prompt in ([5, 9, 14], [7, 7, 30, 41, 8]):
+        plain = decode_plain(runtime.target, prompt, max_new_tokens=20, eos_ids=(2,))
+        drafted = decode_speculative(runtime.target, runtime.session, prompt, draft_tokens=3, max_new_tokens=20, eos_ids=(2,))
+        assert drafted.tokens == plain.tokens
+
+    # Training goes on from a package: its weights, the norm of the target at hand.
+    more = make(mtp_folder, tmp_path / "more", train={"lr": 1e-12, "max_steps": 1}, drafter={"init": str(package)})
+    for _, stage in LINE[:4]:
+        stage(more)
+    state = load_trained(more, "mtp").drafter.state_dict()
+    assert all(torch.allclose(state[n], t, atol=1e-6) for n, t in head.items())
+
     # The copy is a target like any other: training may go on from its head.
     again = recipe_from_dict({"target": {"model": str(out)}, "train": {"max_steps": 1}})
     assert all(torch.equal(t, own[n]) for n, t in read_native(again.target, "mtp.").items())

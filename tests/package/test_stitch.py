@@ -100,3 +100,22 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path) -> None
         stitch(package, target, tmp_path / "there")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         stitch(package, tmp_path / "there", tmp_path / "out")
+
+
+def test_a_package_is_read_as_it_was_written_and_edits_are_refused(tmp_path: Path) -> None:
+    package = export_head(tmp_path / "package", save_target(tmp_path / "target", moe=True), moe=True)
+    loaded = load(package)
+    assert loaded.config == make_head_config(moe=True)
+    assert loaded.speculative_tokens == 2
+    file = package / "config.json"
+    written = json.loads(file.read_text())
+    for change, words in (
+        ({"block_size": 5}, "block_size is 3 in .*5 in"),
+        ({"num_speculative_tokens": 9}, "speculative_tokens is 9, but a block of 3 slots"),
+        ({"text_config": {**written["text_config"], "num_experts_per_tok": 1}}, "extra is .* in "),
+        ({"text_config": {**written["text_config"], "model_type": "llama"}}, "model type 'llama'"),
+        ({"layer_ids": [3]}, r"layer_ids is \(4,\) in"),
+    ):
+        file.write_text(json.dumps({**written, **change}))
+        with pytest.raises(CheckpointError, match=words):
+            load(package)

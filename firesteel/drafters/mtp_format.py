@@ -60,6 +60,11 @@ def last_layer(num_layers: int) -> tuple[int, ...]:
     return (num_layers,)
 
 
+def mtp_limits(config: DraftConfig) -> list[str]:
+    """What a user must know before serving."""
+    return ["It is served from a copy of its target (`firesteel stitch`), rounded to the precision of the head that it replaces; it was measured in float32."]
+
+
 def fits_mtp(settings: recipes.Drafter, layer: Mapping[str, Any], native: Callable[[], Mapping[str, Tensor]]) -> None:
     """Refuse a target of a class without MTP heads, and a start that it does not have.
 

@@ -137,6 +137,7 @@ register(
         captures=mtps.last_layer,
         start=mtps.start_mtp,
         decay=mtps.mtp_decay,
+        limits=mtps.mtp_limits,
         stitch=mtps.PREFIX,
     )
 )

@@ -30,7 +30,7 @@ from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
 from firesteel.kernels.memory import use_huge_pages
 from firesteel.losses.weights import exponential_weights
-from firesteel.stages.train import target_facts
+from firesteel.stages.configure import target_facts
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import TrainJob, backward, compute_loss, prepare_memory

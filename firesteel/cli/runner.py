@@ -15,6 +15,7 @@ from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, recipe_from_dict
 from firesteel.stages import calibrate, check, evaluate, extract, package, prompts, respond, train
+from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
@@ -45,6 +46,7 @@ def run_verb(verb: str, recipe: Recipe) -> None:
 def run_line(line: Line) -> None:
     """Walk all stages; what is done is skipped, what was interrupted is resumed."""
     started = time.monotonic()
+    preflight(line)
     for _, stage in LINE:
         stage(line)
     line.screen.say(f"whole line: {time.monotonic() - started:.0f} s")

@@ -12,9 +12,8 @@ from firesteel.errors import ResourceError
 from firesteel.hidden.stores import predict_bytes
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
+from firesteel.stages.configure import preflight
 from firesteel.stages.line import Line
-from firesteel.stages.train import algorithms
-from firesteel.stages.warm import warm_source
 
 _SAMPLE = 64
 
@@ -27,7 +26,7 @@ def run(line: Line) -> None:
     """
     recipe, say = line.recipe, line.screen.say
     target = line.target
-    warm_source(recipe.drafter)
+    drafters = preflight(line)
     facts = template_facts(target.tokenizer)
     tools = "yes" if facts.tools else "no (prompts with tools are asked without)"
     say(f"chat template: system turns {'yes' if facts.system else 'NO'}, tools {tools}, ends a turn with {facts.end!r}")
@@ -54,7 +53,9 @@ def run(line: Line) -> None:
     prefill, step = _pace(line)
     say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
     say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
-    arms = len(algorithms(line))
+    for name, count in drafters.items():
+        say(f"{name}: {count:,} trainable parameters")
+    arms = len(drafters)
     if recipe.train.max_minutes is not None:
         say(f"training: at most {recipe.train.max_minutes * arms:g} min ({arms} drafter{'s' if arms > 1 else ''})")
     say("check: ready; start with `firesteel run " + recipe.name + "`")

@@ -36,6 +36,7 @@ from firesteel.stages import package as package_stage
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import train as train_stage
 from firesteel.stages.calibrate import read_calibration
+from firesteel.stages.configure import algorithms
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import Runtime, open_package, open_trained
 from firesteel.training.metrics import read_metrics
@@ -49,7 +50,7 @@ _COST_REPEATS = 9
 def run(line: Line) -> Artifact:
     """Measure and report; `report.json` and `report.html` are also copied to the run's folder."""
     package, calibration, prompts = line.input("package"), line.input("calibrate"), line.input("prompts")
-    others = {name: line.input(train_stage.artifact_name(line, name)) for name in train_stage.algorithms(line)[1:]}
+    others = {name: line.input(train_stage.artifact_name(line, name)) for name in algorithms(line)[1:]}
     inputs = {"package": package.manifest.content, "calibrate": calibration.manifest.content, "prompts": prompts.manifest.content}
     inputs |= {name: artifact.manifest.content for name, artifact in others.items()}
     settings = {"evaluate": line.recipe.evaluate.model_dump(), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
@@ -77,7 +78,7 @@ class _Evaluation:
         line = self.line
         name = line.recipe.drafter.algorithm
         runtime = open_package(line, package.path)
-        runtimes = {name: runtime} | {other: open_trained(line, other) for other in train_stage.algorithms(line)[1:]}
+        runtimes = {name: runtime} | {other: open_trained(line, other) for other in algorithms(line)[1:]}
         chosen = _per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
         requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
         extra = {
@@ -228,7 +229,7 @@ class _Evaluation:
             "prompts",
             "responses",
             "hidden",
-            *(train_stage.artifact_name(self.line, a) for a in train_stage.algorithms(self.line)),
+            *(train_stage.artifact_name(self.line, a) for a in algorithms(self.line)),
             "calibrate",
             "package",
         ]

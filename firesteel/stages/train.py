@@ -9,26 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from firesteel import recipe as recipes
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
-from firesteel.drafters.build import TargetFacts, make_config
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
-from firesteel.drafters.warm import warm_config
 from firesteel.errors import TrainingError
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
 from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
+from firesteel.stages.configure import algorithms, begin_as_target, configure
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
-from firesteel.stages.warm import begin, warm_key, warm_source
-from firesteel.target.mask import pick_mask_token
-from firesteel.target.native import read_native
-from firesteel.target.spec import TargetSpec, weights_checksum
+from firesteel.stages.warm import begin, warm_key
+from firesteel.target.spec import weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
 from firesteel.training.loop import TrainJob, run_validation, train
@@ -41,18 +37,6 @@ _CONFIG, _VOCAB = "drafter.json", "vocab.json"
 def artifact_name(line: Line, algorithm: str) -> str:
     """The headline drafter's artifact is `train`; others carry their name."""
     return NAME if algorithm == line.recipe.drafter.algorithm else f"{NAME}-{algorithm}"
-
-
-def algorithms(line: Line) -> list[str]:
-    """The recipe's drafter first, then those to compare it with, each once.
-
-    Raises:
-        RecipeError: an algorithm that is not known.
-    """
-    recipe = line.recipe
-    for name in recipe.evaluate.compare:
-        get_spec(name, "evaluate.compare")
-    return list(dict.fromkeys([recipe.drafter.algorithm, *recipe.evaluate.compare]))
 
 
 def run(line: Line) -> list[Artifact]:
@@ -144,16 +128,9 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
-    settings, spec = recipe.drafter_of(algorithm), target.spec
+    settings = recipe.drafter_of(algorithm)
     vocab = draft_vocab(line, hidden, settings.draft_vocab_size)
-    facts = target_facts(spec)
-    warm = warm_source(settings)
-    mask = settings.mask_token_id if warm is None or settings.mask_token_id is not None else warm.config.mask_token_id
-    if mask is None and get_spec(algorithm).masks:
-        mask = pick_mask_token(target.tokenizer, spec.vocab_size, spec.eos_ids)
-    config = adapted(line, make_config(settings, facts, line.layer_ids, mask))
-    if warm is not None:
-        config = warm_config(config, warm.config, settings.init)
+    config, warm = configure(line, algorithm)
     frozen = weights_checksum(target.model)
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
@@ -198,37 +175,6 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         "coverage": None if vocab is None else vocab.coverage(_counts(line, hidden)),
         "target": target.spec.to_dict(),
     }
-
-
-def adapted(line: Line, config: DraftConfig) -> DraftConfig:
-    """The config as its algorithm takes it from the target's own."""
-    return get_spec(config.algorithm).adapt(config, line.target.text_config, line.target.spec.num_layers)
-
-
-def begin_as_target(line: Line, drafter: nn.Module, settings: recipes.Drafter) -> None:
-    """Fill what an algorithm takes over from the target, and say so."""
-    spec = get_spec(settings.algorithm)
-    if spec.start is not None:
-        said = spec.start(drafter, settings, line.target.norm_weight, read_native(line.recipe.target, spec.stitch))
-        line.screen.say(f"{settings.algorithm}: {said}")
-
-
-def target_facts(spec: TargetSpec) -> TargetFacts:
-    """What a drafter takes from its target; the two rooms do not know each other."""
-    return TargetFacts(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab_size,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_theta=spec.rope_theta,
-        rope_scaling=spec.rope_scaling,
-        max_position_embeddings=spec.max_position_embeddings,
-        hidden_act=spec.hidden_act,
-        num_layers=spec.num_layers,
-    )
 
 
 def draft_vocab(line: Line, hidden: Artifact, size: int | None) -> DraftVocab | None:

@@ -145,3 +145,20 @@ def test_a_drafter_that_does_not_keep_its_promise_is_not_packaged(make_line: Mak
     with pytest.raises(VerificationError, match="validation promised"):
         LINE[5][1](line)
     assert not (line.folder / "package").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"drafter": {"algorithm": "dflash2", "draft_vocab_size": 40}}, "drafter.draft_vocab_size=40"),
+        ({"drafter": {"draft_vocab_size": 40}, "evaluate": {"compare": ["dflash2"]}}, "drafter.draft_vocab_size=40"),
+        ({"drafter": {"algorithm": "eagle3", "eagle": {"fc_norm": True, "norm_before_fc": True}}}, "both true"),
+        ({"drafter": {"algorithm": "eagle3", "sample_from_anchor": False}}, "sample_from_anchor"),
+        ({"drafter": {"algorithm": "mtp"}}, "no MTP head is known for targets of model type 'llama'"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(make_line, sections, words: str) -> None:
+    line = make_line(**sections)
+    with pytest.raises(FiresteelError, match=words):
+        run_line(line)
+    assert not line.folder.exists()

@@ -20,7 +20,7 @@ from firesteel.package.contract import make_contract
 from firesteel.package.export import export
 from firesteel.package.load import load
 from firesteel.recipe import Drafter
-from firesteel.stages import train
+from firesteel.stages import configure, train
 from firesteel.stages.convert import convert_once
 from firesteel.stages.line import Line
 from firesteel.stages.warm import warm_source
@@ -33,7 +33,7 @@ LAYERS = (1, 2, 3)
 def dflash(make_line: MakeLine, tmp_path: Path) -> Path:
     """A DFlash drafter of the tiny target, untrained."""
     spec = make_line().target.spec
-    config = make_config(Drafter(algorithm="dflash", block_size=4, num_layers=1), train.target_facts(spec), LAYERS, 3)
+    config = make_config(Drafter(algorithm="dflash", block_size=4, num_layers=1), configure.target_facts(spec), LAYERS, 3)
     torch.manual_seed(1)
     contract = make_contract(config, spec, thinking=None, temperatures=(), promise=None, speculative_tokens=3)
     export(tmp_path / "dflash", get_spec("dflash").build(config).state_dict(), config, contract, target_ids=None, head_rows=None, dtype=torch.float32)

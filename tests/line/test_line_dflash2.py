@@ -11,8 +11,8 @@ from firesteel.cli.runner import run_line
 from firesteel.errors import RecipeError
 from firesteel.evaluation.report import read_report
 from firesteel.stages import check
+from firesteel.stages.configure import algorithms
 from firesteel.stages.line import Line
-from firesteel.stages.train import algorithms
 
 MakeLine = Callable[..., Line]
 

@@ -18,9 +18,9 @@ from firesteel.drafters.session import BlockSession
 from firesteel.errors import RecipeError
 from firesteel.hidden.stores import MemoryStore
 from firesteel.losses.weights import uniform_weights
+from firesteel.stages.configure import target_facts
 from firesteel.stages.extract import capture_documents
 from firesteel.stages.runtime import FullVocabulary
-from firesteel.stages.train import target_facts
 from firesteel.target.head import make_head
 from firesteel.target.local import LocalTarget
 from firesteel.target.session import TargetSession

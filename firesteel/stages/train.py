@@ -16,9 +16,10 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import TrainingError
+from firesteel.hidden.feed import SampleFeed
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
-from firesteel.stages import extract
+from firesteel.stages import extract, stream
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.configure import algorithms, begin_as_target, configure
 from firesteel.stages.extract import Listed
@@ -71,7 +72,9 @@ def make_job(
     line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | None, hidden: Artifact, on_step: Any, *, tokens: int, init: str = "random"
 ) -> TrainJob:
     """A training job over the stored states; `tokens` bounds the held-out documents. The drafter starts from the target with `init=target`."""
-    recipe, store = line.recipe, extract.open_store(line, hidden)
+    recipe = line.recipe
+    streamed = recipe.hidden.store == "stream"
+    store: HiddenStore | SampleFeed = stream.open_feed(line, stream.works(line, hidden, "train")) if streamed else extract.open_store(line, hidden)
     layout = BlockLayout(config.block_size, config.sample_from_anchor, _slot_weights(line, config), vocab)
     listed = extract.read_index(hidden, "train")
     source = BatchSource(
@@ -83,7 +86,10 @@ def make_job(
         anchors=recipe.train.anchors,
         seed=recipe.seed,
     )
-    held_out = held_out_batches(store, [d.key for d in take(extract.read_index(hidden, "validation"), tokens)], layout, batch_tokens=recipe.train.batch_tokens)
+    if isinstance(store, SampleFeed):
+        store.stop = stream.last_batch(recipe.train, source.per_epoch)
+    keys = [d.key for d in take(extract.read_index(hidden, "validation"), tokens)]
+    held_out = held_out_batches(stream.held_samples(line, hidden, store, keys), keys, layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = get_spec(config.algorithm).build(config).to(line.target.device)
     if init == "target" and get_spec(config.algorithm).start is None:
@@ -147,7 +153,10 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         begin_as_target(line, job.drafter, settings)
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
-        result = train(job)
+        try:
+            result = train(job)
+        finally:
+            job.source.close()
     if weights_checksum(target.model) != frozen:
         raise TrainingError("the target's weights changed while the drafter was trained", mend="this is a bug of Firesteel: please report it with the recipe")
     job.drafter.load_state_dict(load_best(writer.path))
@@ -185,6 +194,9 @@ def draft_vocab(line: Line, hidden: Artifact, size: int | None) -> DraftVocab | 
 
 
 def _counts(line: Line, hidden: Artifact) -> torch.Tensor:
+    if line.recipe.hidden.store == "stream":
+        found = ((torch.tensor(w.token_ids), torch.tensor(w.loss_mask)) for w in stream.works(line, hidden, "train"))
+        return count_supervised(found, line.target.spec.vocab_size)
     store: HiddenStore = extract.open_store(line, hidden)
     samples = (store.get(d.key) for d in extract.read_index(hidden, "train"))
     return count_supervised(((s.token_ids, s.loss_mask) for s in samples), line.target.spec.vocab_size)

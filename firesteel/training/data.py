@@ -1,12 +1,16 @@
-"""Where training batches come from: the stored samples, in an order that only the seed decides."""
+"""Where training batches come from: stored samples, or samples that arrive, in an order that only the seed decides."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from firesteel.batches.anchors import eligible_anchors, sample_anchors, seeded
 from firesteel.batches.batch import Batch
 from firesteel.batches.packing import BlockLayout, eval_batches, pack, plan_epoch
+from firesteel.hidden.feed import SampleFeed
+from firesteel.hidden.sample import HiddenSample
 from firesteel.hidden.stores import HiddenStore
 
 _ORDER, _ANCHORS = 0, 1  # what a random stream is for
@@ -16,16 +20,18 @@ class BatchSource:
     """Batch number b of a run, for any b: the seed and b fix its documents and anchors, so resuming needs no random state.
 
     Args:
+        store: has the samples of `keys`; or a feed, whose documents are `keys` in this order.
         lengths: tokens of each document in `keys`.
         batch_tokens: tokens of a batch at most.
         anchors: blocks of a batch at most.
     """
 
     def __init__(
-        self, store: HiddenStore, keys: Sequence[str], lengths: Sequence[int], layout: BlockLayout, *, batch_tokens: int, anchors: int, seed: int
+        self, store: HiddenStore | SampleFeed, keys: Sequence[str], lengths: Sequence[int], layout: BlockLayout, *, batch_tokens: int, anchors: int, seed: int
     ) -> None:
         self.store, self.keys, self.lengths, self.layout, self.seed = store, list(keys), list(lengths), layout, seed
         self.batch_tokens, self.anchors = batch_tokens, anchors
+        self.waited = 0.0
         self._planned: tuple[int, list[list[int]]] = (-1, [])
         self.per_epoch = len(plan_epoch(self.lengths, batch_tokens, seeded(seed, _ORDER, 0)))
 
@@ -38,17 +44,41 @@ class BatchSource:
         for number in range(first, first + count):
             yield self._make(number)
 
+    def documents(self, batch: int) -> list[int]:
+        """Numbers of the documents of a batch. A feed asks from its own thread."""
+        epoch, index = divmod(batch, self.per_epoch)
+        return self._plan(epoch)[index]
+
+    def report(self) -> dict[str, Any]:
+        """For metrics: seconds that training has waited for samples since this process began, and what a feed counts."""
+        return {"waited": self.waited, **(self.store.report() if isinstance(self.store, SampleFeed) else {})}
+
+    def close(self) -> None:
+        """End a feed's thread."""
+        if isinstance(self.store, SampleFeed):
+            self.store.close()
+
     def _plan(self, epoch: int) -> list[list[int]]:
-        if self._planned[0] != epoch:
+        known, plan = self._planned
+        if known != epoch:
             plan = plan_epoch(self.lengths, self.batch_tokens, seeded(self.seed, _ORDER, epoch))
             # All epochs count as many batches as the first, so that a batch number names an epoch:
             # a longer plan loses its last batches, a shorter one repeats some.
-            self._planned = epoch, (plan + plan)[: self.per_epoch]
-        return self._planned[1]
+            plan = (plan + plan)[: self.per_epoch]
+            self._planned = epoch, plan
+        return plan
+
+    def _samples(self, number: int) -> list[HiddenSample]:
+        started = time.monotonic()
+        if isinstance(self.store, SampleFeed):
+            samples = self.store.take(number, self.documents)
+        else:
+            samples = [self.store.get(self.keys[i]) for i in self.documents(number)]
+        self.waited += time.monotonic() - started
+        return samples
 
     def _make(self, number: int) -> Batch:
-        epoch, index = divmod(number, self.per_epoch)
-        samples = [self.store.get(self.keys[i]) for i in self._plan(epoch)[index]]
+        samples = self._samples(number)
         eligible = [eligible_anchors(s.loss_mask) for s in samples]
         return pack(samples, sample_anchors(eligible, self.anchors, seeded(self.seed, _ANCHORS, number)), self.layout)
 

@@ -211,8 +211,7 @@ def _report(job: TrainJob, progress: Progress, log: MetricsLog, results: list[Lo
     last = results[-1]
     values: dict[str, Any] = {"loss": loss / len(results), "grad_norm": norm, "seconds": progress.seconds, "skipped": progress.skipped}
     if progress.step % _LOG_EVERY == 0 or progress.step == 1:
-        values |= _means(last)
-        log.write("train", progress.step, values)
+        log.write("train", progress.step, values | _means(last) | job.source.report())
     job.on_step({"step": progress.step, "done": done, "loss": values["loss"], "best": progress.best, "seconds": progress.seconds})
 
 

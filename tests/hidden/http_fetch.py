@@ -1,0 +1,44 @@
+"""A client of the fake server: samples over HTTP, checksums verified."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from firesteel.errors import HiddenStateError
+from firesteel.hidden.codec import decode_sample, verify
+from firesteel.hidden.feed import Work
+from firesteel.hidden.sample import HiddenSample
+
+
+class HttpSamples:
+    """`fetch` and `finish` of a feed."""
+
+    def __init__(self) -> None:
+        self._client: httpx.AsyncClient | None = None
+
+    async def fetch(self, endpoint: str, work: Work) -> HiddenSample:
+        if self._client is None:  # made in the feed's own loop
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        answer = await self._client.post(f"{endpoint}/sample", json={"key": work.key, "tokens": len(work.token_ids)})
+        answer.raise_for_status()
+        return read_sample(answer.content, endpoint)
+
+    async def finish(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def read_sample(data: bytes, where: str) -> HiddenSample:
+    """The bytes of a `DiskStore`'s file as a sample."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])["__metadata__"]
+        tensors = load(data)
+    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as e:
+        raise HiddenStateError(f"what {where} sent is no file of hidden states: {e}") from None
+    verify(tensors, header, where)
+    return decode_sample(tensors, header)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from firesteel.decoding.logprobs import TokenLogprob, token_logprobs
+from firesteel.decoding.policies import Drafted, FixedLength, LengthPolicy, Request
 from firesteel.decoding.protocol import Drafter, Target
 from firesteel.decoding.sampling import Chance, RandomChance, Sampling, distributions
-from firesteel.decoding.verify import verified_length, verify_tokens
+from firesteel.decoding.verify import Rejection, verify_tokens
 from firesteel.errors import DataError, RecipeError, VerificationError
+
+# Positions that the drafter has not observed yet are held back while nothing is drafted, at most this many.
+_HELD = 256
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Decoded:
     Attributes:
         tokens: the new tokens; an end-of-text token, where one ended the text, is the last of them.
         rounds: one for each forward pass of the target after the prompt's; empty for plain decoding.
-        finish_reason: `stop` where an end-of-text token came, `length` where `max_new_tokens` did.
+        finish_reason: `stop` where an end-of-text token or a stop string came, `length` where `max_new_tokens` did.
+        logprobs: one for each of `tokens`, where asked for; else empty.
         seconds_prefill: the prompt's pass, with the drafter's observation of it and the first token.
         seconds_decode: everything after it, of which `seconds_draft` in the drafter (its observation included) and
             `seconds_verify` in the target's passes and the acceptance rule.
@@ -46,6 +52,7 @@ class Decoded:
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = "length"
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0
     seconds_draft: float = 0.0
@@ -66,24 +73,29 @@ def decode_plain(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     generator: torch.Generator | None = None,
     chance: Chance | None = None,
+    stop: Callable[[int], bool] | None = None,
+    logprobs: int | None = None,
 ) -> Decoded:
     """Write up to `max_new_tokens` tokens after the prompt, one forward pass each. The target is rewound to 0 first.
 
     Args:
         chance: where random choices come from; None draws from `generator` (None: PyTorch's global one).
+        stop: told every token that joins the answer but an end-of-text one; True ends the answer with it (`endings.AnswerText.add`).
+        logprobs: keep log-probabilities, with those of this many likeliest tokens beside; None keeps none.
 
     Raises:
         DataError: an empty prompt.
         RecipeError: settings that allow no output, or more than the target session holds.
     """
-    sampling, chance = Sampling(temperature, top_k, top_p), chance or RandomChance(generator)
+    sampling, chance = Sampling(temperature, top_k, top_p, min_p), chance or RandomChance(generator)
     done, logits, _ = _prefill(target, prompt_ids, max_new_tokens)
+    answer = _Answer(done, max_new_tokens, eos_ids, stop, logprobs)
     begin = time.perf_counter()
-    token = _choose(logits, sampling, chance)
-    while not _extend(done, [token], max_new_tokens, eos_ids):
-        token = _choose(target.forward([token]).logits[0], sampling, chance)
+    while not answer.extend([_choose(logits, sampling, chance)], logits[None]):
+        logits = target.forward([done.tokens[-1]]).logits[0]
     done.seconds_decode = done.seconds_verify = time.perf_counter() - begin
     return done
 
@@ -99,9 +111,13 @@ def decode_speculative(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     generator: torch.Generator | None = None,
-    confidence_threshold: float | None = None,
+    rejection: Rejection = "token",
+    lengths: LengthPolicy | None = None,
     chance: Chance | None = None,
+    stop: Callable[[int], bool] | None = None,
+    logprobs: int | None = None,
 ) -> Decoded:
     """Write what `decode_plain` would (the same tokens when greedy, the same distribution otherwise), several a pass.
 
@@ -111,42 +127,56 @@ def decode_speculative(
     Both sessions are rewound to 0 first.
 
     Args:
-        draft_tokens: proposals per round; fewer where fewer can still be used.
-        confidence_threshold: submit only the prefix whose product of confidences stays at or above it
-            (`verify.verified_length` says why the output distribution stays the target's); None submits everything.
+        draft_tokens: proposals per round at most; fewer where fewer can still be used.
         generator: also handed to the drafter, which draws with it.
+        rejection: how drafts are verified when sampling, `token` or `block` (`verify` says why both are lossless).
+        lengths: how many tokens are drafted and how many of them verified (`policies`); None: as many as there can be.
         chance: where this engine's own random choices come from; None draws from `generator`.
+        stop, logprobs: as in `decode_plain`.
 
     Raises:
         DataError: an empty prompt.
-        RecipeError: settings that allow no output, or more than the target session holds; a threshold without confidences.
+        RecipeError: settings that allow no output, or more than the target session holds; a policy that needs confidences of a
+            drafter without any.
         VerificationError: the drafter proposes another number of tokens than asked, or breaks its contract.
     """
-    sampling, chance = Sampling(temperature, top_k, top_p), chance or RandomChance(generator)
+    sampling, chance = Sampling(temperature, top_k, top_p, min_p), chance or RandomChance(generator)
     if draft_tokens < 1:
         raise RecipeError(f"draft_tokens={draft_tokens} drafts nothing", mend="give 1 or more, or decode plainly")
+    policy, request = lengths or FixedLength(draft_tokens), Request()
     drafter.rewind(0)
     begin = time.perf_counter()
     done, logits, aux = _prefill(target, prompt_ids, max_new_tokens)
+    answer = _Answer(done, max_new_tokens, eos_ids, stop, logprobs)
     drafter.observe(prompt_ids, aux)
+    unseen = _Unseen(drafter)
     done.seconds_prefill = time.perf_counter() - begin
     begin = time.perf_counter()
     token = _choose(logits, sampling, chance)
-    ended = _extend(done, [token], max_new_tokens, eos_ids)
+    ended = answer.extend([token], logits[None])
     while not ended:
         clock, before, start = time.perf_counter(), len(done.tokens), target.length
         # A round adds a token of the target's own after the drafted ones, so the last token needs no draft.
-        count = min(draft_tokens, max_new_tokens - before - 1)
-        draft = _propose(drafter, token, count, sampling, generator, confidence_threshold)
+        request.room = min(draft_tokens, max_new_tokens - before - 1)
+        count = policy.plan([request])[0]
+        if count:
+            unseen.show()
+        draft = _propose(drafter, token, count, sampling, generator)
+        said = Drafted(count, draft.confidences)
+        keep = policy.admit([request], [said])[0]
+        tokens, probs = draft.tokens[:keep], None if draft.probs is None else draft.probs[:keep]
         drafted = time.perf_counter()
-        step = target.forward([token, *draft.tokens])
-        verdict = verify_tokens(draft.tokens, draft.probs, step.logits, sampling, chance)
-        ended = _extend(done, [*draft.tokens[: verdict.accepted], verdict.next_token], max_new_tokens, eos_ids)
-        done.rounds.append(Round(len(draft.tokens), min(verdict.accepted, len(done.tokens) - before), draft.confidences))
+        step = target.forward([token, *tokens])
+        verdict = verify_tokens(tokens, probs, step.logits, sampling, chance, rejection)
+        ended = answer.extend([*tokens[: verdict.accepted], verdict.next_token], step.logits)
+        done.rounds.append(Round(keep, min(verdict.accepted, len(done.tokens) - before), draft.confidences))
         verified = time.perf_counter()
         if not ended:
+            policy.learn([request], [said], [keep], [verdict.accepted])
             target.rewind(start + 1 + verdict.accepted)
-            drafter.observe([token, *draft.tokens[: verdict.accepted]], step.aux[: 1 + verdict.accepted])
+            unseen.add([token, *tokens[: verdict.accepted]], step.aux[: 1 + verdict.accepted])
+            if count:
+                unseen.show()
             token = verdict.next_token
         done.seconds_draft += drafted - clock + time.perf_counter() - verified
         done.seconds_verify += verified - drafted
@@ -156,14 +186,14 @@ def decode_speculative(
 
 @dataclass
 class _Proposal:
-    """The part of a draft that is submitted, with all confidences of the draft."""
+    """A draft as lists; the probabilities `[n, V]`."""
 
     tokens: list[int]
     probs: Tensor | None
     confidences: list[float] | None
 
 
-def _propose(drafter: Drafter, anchor: int, count: int, sampling: Sampling, generator: torch.Generator | None, threshold: float | None) -> _Proposal:
+def _propose(drafter: Drafter, anchor: int, count: int, sampling: Sampling, generator: torch.Generator | None) -> _Proposal:
     if count == 0:
         return _Proposal([], None, None)
     draft = drafter.draft(anchor, count, temperature=sampling.temperature, generator=generator)
@@ -172,14 +202,54 @@ def _propose(drafter: Drafter, anchor: int, count: int, sampling: Sampling, gene
         raise VerificationError(f"the drafter was asked for {count} tokens and proposed {len(tokens)}")
     said = draft.confidences
     confidences: list[float] | None = None if said is None else (said.tolist() if isinstance(said, Tensor) else [float(c) for c in said])
-    keep = count
-    if threshold is not None:
-        if confidences is None:
-            raise RecipeError(
-                "a confidence threshold needs a drafter with a confidence head", mend="leave the threshold empty, or train with drafter.confidence_head=true"
-            )
-        keep = verified_length(confidences, threshold)
-    return _Proposal(tokens[:keep], None if draft.probs is None else draft.probs[:keep], confidences)
+    return _Proposal(tokens, draft.probs, confidences)
+
+
+class _Unseen:
+    """Positions that the drafter has yet to observe: while nothing is drafted they wait, since many cost hardly more than one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._tokens: list[int] = []
+        self._aux: list[Tensor] = []
+
+    def add(self, tokens: Sequence[int], aux: Tensor) -> None:
+        self._tokens += tokens
+        self._aux.append(aux)
+        if len(self._tokens) >= _HELD:
+            self.show()
+
+    def show(self) -> None:
+        if self._tokens:
+            self._drafter.observe(self._tokens, torch.cat(self._aux) if len(self._aux) > 1 else self._aux[0])
+            self._tokens, self._aux = [], []
+
+
+@dataclass
+class _Answer:
+    """A record being filled, and where it ends."""
+
+    done: Decoded
+    max_new_tokens: int
+    eos_ids: Collection[int]
+    stop: Callable[[int], bool] | None
+    logprobs: int | None
+
+    def extend(self, tokens: Sequence[int], logits: Tensor) -> bool:
+        """Append tokens up to the first that ends the answer, token k chosen from row k of the logits; True where it is complete."""
+        before = len(self.done.tokens)
+        ended = any(self._append(token) for token in tokens)
+        if self.logprobs is not None:
+            self.done.logprobs += token_logprobs(logits, self.done.tokens[before:], self.logprobs)
+        return ended
+
+    def _append(self, token: int) -> bool:
+        self.done.tokens.append(token)
+        # A stop string may lie in the text of the last token there is room for: the caller is told of every token first.
+        stopped = token in self.eos_ids or (self.stop is not None and self.stop(token))
+        if stopped:
+            self.done.finish_reason = "stop"
+        return stopped or len(self.done.tokens) == self.max_new_tokens
 
 
 def _prefill(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[Decoded, Tensor, Tensor]:
@@ -202,15 +272,3 @@ def _prefill(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> 
 
 def _choose(logits: Tensor, sampling: Sampling, chance: Chance) -> int:
     return int(logits.argmax(-1)) if sampling.greedy else chance.pick(distributions(logits, sampling))
-
-
-def _extend(done: Decoded, tokens: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> bool:
-    """Append tokens up to the first end of text; True where the answer is complete."""
-    for token in tokens:
-        done.tokens.append(token)
-        if token in eos_ids:
-            done.finish_reason = "stop"
-            return True
-        if len(done.tokens) == max_new_tokens:
-            return True
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +14,12 @@ from firesteel.errors import RecipeError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: `temperature` 0 is greedy, `top_k` None and `top_p` 1 keep every token."""
+    """How tokens are drawn: `temperature` 0 is greedy; `top_k` None, `top_p` 1 and `min_p` 0 keep every token."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -26,6 +28,8 @@ class Sampling:
             raise RecipeError(f"top_k={self.top_k} keeps no token", mend="give 1 or more, or leave it empty")
         if not 0 < self.top_p <= 1:
             raise RecipeError(f"top_p={self.top_p} is outside (0, 1]", mend="1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise RecipeError(f"min_p={self.min_p} is outside [0, 1]", mend="0 keeps every token")
 
     @property
     def greedy(self) -> bool:
@@ -68,13 +72,17 @@ class RandomChance:
 def distributions(logits: Tensor, sampling: Sampling) -> Tensor:
     """`[..., V]` logits -> `[..., V]` probabilities that sampling draws from, in the logits' dtype.
 
-    Greedy gives one-hot rows. Otherwise logits are divided by the temperature, cut to the `top_k` largest, softmaxed,
-    and cut to the smallest set of tokens whose probability reaches `top_p`; what is left is renormalised.
-    Where tokens tie at the edge of `top_k` or `top_p`, those with the lower id stay.
+    Greedy gives one-hot rows. Otherwise logits are divided by the temperature, cut to tokens at least `min_p` times as likely
+    as the likeliest (arXiv 2407.01082) and to the `top_k` largest, softmaxed, and cut to the smallest set of tokens whose
+    probability reaches `top_p`; what is left is renormalised. This is vLLM's order. Where tokens tie at the edge of `top_k` or
+    `top_p`, those with the lower id stay; at the edge of `min_p` all of them do.
     """
     if sampling.greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     scaled = logits / sampling.temperature
+    if sampling.min_p > 0:
+        # p / p_max >= min_p, in logits, so that no softmax over the whole vocabulary is needed for it.
+        scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
     if sampling.top_k is None and sampling.top_p == 1:
         return scaled.softmax(-1)
     ordered, order = scaled.sort(stable=True, dim=-1, descending=True)

@@ -1,15 +1,32 @@
-"""Token-wise speculative verification: which drafted tokens stand, and what follows them (Leviathan 2023; Chen 2023)."""
+"""Speculative verification: which drafted tokens stand, and what follows them.
+
+Two rules with the same output distribution, the target's own:
+
+- `token` (arXiv 2211.17192, 2302.01318): each draft stands with probability min(1, p_t / p_d), up to the first that falls.
+- `block` (arXiv 2403.10444): the drafts are judged together; a later success saves earlier ones. With r_0 = 1 and
+  r_i = min(1, r_{i-1} p_t(x_i) / p_d(x_i)), the first i drafts stand with probability r_i given what they are, which is never
+  less than the product of min(1, p_t / p_d) that `token` gives them.
+
+Why `block` is lossless: let S_i = sum_v max(r_i p_t(v) - p_d(v), 0), over what may follow the first i drafts. If i + 1 or more
+drafts stand with probability sum_v p_d(v) r_{i+1}(v) = r_i - S_i, then accepting i with S_i / (S_i + 1 - r_i) where none of the
+longer prefixes stood makes "i or more" r_i, and "exactly i" S_i. A text that begins with the i drafts and token v then has
+probability p_d(v) r_{i+1}(v) + max(r_i p_t(v) - p_d(v), 0) = r_i p_t(v), times that of drafting the i: the target's share. The
+argument looks at one prefix at a time, so the block may also end early, on account of the tokens before its end (`policies`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from firesteel.decoding.sampling import Chance, Sampling, distributions
-from firesteel.errors import VerificationError
+from firesteel.errors import RecipeError, VerificationError
+
+Rejection = Literal["token", "block"]
 
 
 @dataclass(frozen=True)
@@ -26,26 +43,27 @@ def accept_probability(target: Tensor, draft: Tensor, token: int) -> float:
     Raises:
         VerificationError: the drafter gives its own token no probability, so its distribution is not the one it drew from.
     """
-    drawn = float(draft[token])
-    if drawn <= 0:
-        raise VerificationError(
-            f"the drafter drew token {token}, to which its own distribution gives probability {drawn}",
-            mend="the drafter's distributions must be over target token ids, after temperature, exactly those that it sampled from",
-        )
-    return min(1.0, float(target[token]) / drawn)
+    return min(1.0, _ratio(float(target[token]), float(draft[token]), token))
 
 
-def residual(target: Tensor, draft: Tensor) -> Tensor:
-    """`norm(max(p_t - p_d, 0))`, `[V]`: what replaces a rejected token.
+def residual(target: Tensor, draft: Tensor, weight: float = 1.0) -> Tensor:
+    """`norm(max(weight * p_t - p_d, 0))`, `[V]`: what replaces a rejected token (`weight` is block verification's r_i, else 1).
 
     Where the two are equal nothing is ever rejected; rounding may still lead here, and the target's own distribution is then right.
     """
-    rest = (target - draft.to(target.dtype)).clamp_min(0)
+    rest = (weight * target - draft.to(target.dtype)).clamp_min(0)
     total = rest.sum()
     return rest / total if float(total) > 0 else target
 
 
-def verify_tokens(draft_tokens: Sequence[int], draft_probs: Tensor | None, target_logits: Tensor, sampling: Sampling, chance: Chance) -> Verdict:
+def verify_tokens(
+    draft_tokens: Sequence[int],
+    draft_probs: Tensor | None,
+    target_logits: Tensor,
+    sampling: Sampling,
+    chance: Chance,
+    rejection: Rejection = "token",
+) -> Verdict:
     """Verify n drafted tokens against the target; the outcome is distributed as the target alone would write.
 
     Args:
@@ -53,22 +71,26 @@ def verify_tokens(draft_tokens: Sequence[int], draft_probs: Tensor | None, targe
         draft_probs: `[n, V]` the distributions they were drawn from, over target ids (a reduced draft vocabulary leaves zeros);
             None where the drafter is deterministic (one-hot distributions).
         target_logits: `[n + 1, V]`; row k follows k drafted tokens.
-        sampling: the target's sampling. Greedy accepts exactly the tokens the target would choose.
+        sampling: the target's sampling. Greedy accepts exactly the tokens the target would choose, under either rule.
         chance: where random choices come from.
+        rejection: the rule, `token` or `block`.
+
+    Raises:
+        VerificationError: the drafts do not fit the logits, or the drafter gives a token of its own no probability.
+        RecipeError: there is no such rule.
     """
     n = len(draft_tokens)
     if target_logits.shape[0] != n + 1:
         raise VerificationError(f"{n} drafted tokens need {n + 1} rows of target logits, not {target_logits.shape[0]}")
+    if rejection not in ("token", "block"):
+        raise RecipeError(f"rejection={rejection!r} is not a rule of verification", mend="choose token or block")
     if sampling.greedy:
         chosen: list[int] = target_logits.argmax(-1).tolist()
         accepted = next((k for k in range(n) if draft_tokens[k] != chosen[k]), n)
         return Verdict(accepted, chosen[accepted])
     probs = distributions(target_logits, sampling)
-    for k, token in enumerate(draft_tokens):
-        draft = _one_hot(probs[k], token) if draft_probs is None else draft_probs[k]
-        if not chance.accept(accept_probability(probs[k], draft, token)):
-            return Verdict(k, chance.pick(residual(probs[k], draft)))
-    return Verdict(n, chance.pick(probs[n]))
+    drafts = _one_hot(probs, draft_tokens) if draft_probs is None else draft_probs
+    return (_by_token if rejection == "token" else _by_block)(draft_tokens, drafts, probs, chance)
 
 
 def verified_length(confidences: Sequence[float], threshold: float) -> int:
@@ -88,7 +110,50 @@ def verified_length(confidences: Sequence[float], threshold: float) -> int:
     return length
 
 
-def _one_hot(like: Tensor, token: int) -> Tensor:
-    row = torch.zeros_like(like)
-    row[token] = 1
-    return row
+def block_weights(ratios: Sequence[float]) -> list[float]:
+    """`r_0 .. r_n` of block verification from p_t(x_i) / p_d(x_i), i = 1 .. n."""
+    weights = [1.0]
+    for ratio in ratios:
+        weights.append(min(1.0, weights[-1] * ratio))
+    return weights
+
+
+def block_accept(weight: float, surplus: float) -> float:
+    """Probability of accepting a prefix short of the block's end where no longer one was: `S / (S + 1 - r)`; 1 where both vanish."""
+    return surplus / (surplus + 1 - weight) if weight < 1 else 1.0
+
+
+def _by_token(tokens: Sequence[int], drafts: Tensor, probs: Tensor, chance: Chance) -> Verdict:
+    for k, token in enumerate(tokens):
+        if not chance.accept(accept_probability(probs[k], drafts[k], token)):
+            return Verdict(k, chance.pick(residual(probs[k], drafts[k])))
+    return Verdict(len(tokens), chance.pick(probs[len(tokens)]))
+
+
+def _by_block(tokens: Sequence[int], drafts: Tensor, probs: Tensor, chance: Chance) -> Verdict:
+    n = len(tokens)
+    rows, columns = list(range(n)), list(tokens)
+    own, drawn = probs[rows, columns].tolist(), drafts[rows, columns].tolist()
+    weights = block_weights([_ratio(t, d, x) for t, d, x in zip(own, drawn, tokens, strict=True)])
+    scale = torch.tensor(weights[:n], dtype=probs.dtype, device=probs.device)[:, None]
+    surplus = (scale * probs[:n] - drafts.to(probs.dtype)).clamp_min(0).sum(-1).tolist()
+    # The draws for all prefixes are independent and the longest success counts, so they are made from the longest on. The empty
+    # prefix always stands.
+    accepted = next((i for i in range(n, 0, -1) if chance.accept(weights[n] if i == n else block_accept(weights[i], surplus[i]))), 0)
+    return Verdict(accepted, chance.pick(probs[n] if accepted == n else residual(probs[accepted], drafts[accepted], weights[accepted])))
+
+
+def _ratio(target: float, draft: float, token: int) -> float:
+    if draft <= 0:
+        raise VerificationError(
+            f"the drafter drew token {token}, to which its own distribution gives probability {draft}",
+            mend="the drafter's distributions must be over target token ids, after temperature, exactly those that it sampled from",
+        )
+    return target / draft
+
+
+def _one_hot(probs: Tensor, tokens: Sequence[int]) -> Tensor:
+    """`[n, V]`, like the first n rows."""
+    rows = torch.zeros_like(probs[: len(tokens)])
+    rows[list(range(len(tokens))), list(tokens)] = 1
+    return rows

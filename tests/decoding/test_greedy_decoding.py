@@ -12,6 +12,7 @@ from decoding_toys import ToyDraft
 from torch import Tensor
 
 from firesteel.decoding.decode import Round, decode_plain, decode_speculative
+from firesteel.decoding.policies import StaticThreshold
 from firesteel.errors import DataError, RecipeError, VerificationError
 from firesteel.target.session import TargetSession
 
@@ -113,7 +114,9 @@ def test_speculative_equals_generate(session, model, reference, right, drafts):
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.85, 1.0])
 def test_threshold_changes_rounds_but_not_the_text(session, reference, threshold):
     confidences = [0.9, 0.9, 0.7, 0.5]  # products 0.9, 0.81, 0.567, 0.2835
-    done = decode_speculative(session, Oracle(reference, 2, confidences), PROMPT, draft_tokens=4, max_new_tokens=40, eos_ids=(), confidence_threshold=threshold)
+    done = decode_speculative(
+        session, Oracle(reference, 2, confidences), PROMPT, draft_tokens=4, max_new_tokens=40, eos_ids=(), lengths=StaticThreshold(threshold)
+    )
     assert done.tokens == reference[len(PROMPT) :]
     submitted = {0.0: 4, 0.5: 3, 0.85: 1, 1.0: 0}[threshold]
     assert done.rounds[0] == Round(submitted, min(2, submitted), confidences)
@@ -171,7 +174,7 @@ def test_mistakes_are_named(session, reference):
     with pytest.raises(RecipeError, match="draft_tokens=0"):
         decode_speculative(session, oracle, PROMPT, draft_tokens=0, max_new_tokens=4, eos_ids=())
     with pytest.raises(RecipeError, match="confidence head"):
-        decode_speculative(session, oracle, PROMPT, draft_tokens=2, max_new_tokens=4, eos_ids=(), confidence_threshold=0.5)
+        decode_speculative(session, oracle, PROMPT, draft_tokens=2, max_new_tokens=4, eos_ids=(), lengths=StaticThreshold(0.5))
 
 
 def test_a_drafter_that_drafts_too_little_is_refused(session, reference, monkeypatch):

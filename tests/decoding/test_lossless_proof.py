@@ -9,6 +9,7 @@ from torch import Tensor
 
 from firesteel.decoding import verify
 from firesteel.decoding.decode import decode_plain, decode_speculative
+from firesteel.decoding.policies import StaticThreshold
 from firesteel.decoding.sampling import Sampling
 from firesteel.decoding.verify import accept_probability, residual, verify_tokens
 from firesteel.errors import VerificationError
@@ -30,7 +31,7 @@ def written(seed: int = 0, *, drafts=2, length=4, eos: set[int] | None = None, t
             max_new_tokens=length,
             eos_ids=eos or set(),
             temperature=1.0,
-            confidence_threshold=threshold,
+            lengths=None if threshold is None else StaticThreshold(threshold),
             chance=chance,
         )
         return tuple(done.tokens)

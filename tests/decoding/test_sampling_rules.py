@@ -31,6 +31,11 @@ def test_greedy_is_one_hot():
         (Sampling(1.0, top_p=0.75), [0, 0.4, 0.2, 0.3]),
         (Sampling(1.0, top_p=1e-6), [0, 0.4, 0, 0]),
         (Sampling(1.0, top_k=2, top_p=0.5), [0, 0.4, 0, 0]),  # 0.4 / 0.7 reaches 0.5 alone
+        (Sampling(1.0, min_p=0.5 - 1e-4), [0, 0.4, 0.2, 0.3]),
+        (Sampling(1.0, min_p=0.5 + 1e-4), [0, 0.4, 0, 0.3]),
+        (Sampling(1.0, min_p=1.0), [0, 0.4, 0, 0]),
+        (Sampling(1.0, min_p=0.6, top_p=0.5), [0, 0.4, 0, 0]),  # min_p comes first: 0.4 / 0.7 reaches 0.5 alone
+        (Sampling(1.0, min_p=1e-6, top_k=3), [0, 0.4, 0.2, 0.3]),
     ],
 )
 def test_cuts(sampling, kept):
@@ -40,6 +45,13 @@ def test_cuts(sampling, kept):
 
 def test_ties_at_the_cut_keep_the_lower_ids():
     assert distributions(torch.zeros(1, 4), Sampling(1.0, top_k=2)).tolist() == [[0.5, 0.5, 0, 0]]
+
+
+def test_min_p_is_taken_after_the_temperature():
+    # At temperature 0.5 the ratios to the likeliest are squared: 1/16, 1, 1/4, 9/16.
+    want = torch.tensor([[0, 16.0, 0, 9.0]]) / 25
+    torch.testing.assert_close(distributions(PROBS.log(), Sampling(0.5, min_p=0.3)), want)
+    assert distributions(PROBS.log(), Sampling(0.0, min_p=0.3)).tolist() == [[0, 1, 0, 0]]
 
 
 def test_draws_have_their_probabilities_and_repeat_with_the_seed():
@@ -85,7 +97,7 @@ def test_verified_length_stops_at_the_first_that_falls_short():
     assert verified_length([0.9, 0.1, 1.0], 0.5) == 1
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"min_p": 1.1}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(RecipeError, match=next(iter(bad))):
         Sampling(**bad)

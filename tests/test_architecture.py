@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "firesteel"
 
 # Rooms that everything may use.
-COMMON = {"errors", "recipe", "artifact", "kernels"}
+COMMON = {"errors", "recipe", "artifact", "kernels", "endpoints"}
 # Room (or room.module) -> rooms it may import beside itself and the common ones.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": {"recipe_sections"},
     "artifact": set(),
     "kernels": set(),
+    "endpoints": set(),
     "prompts": set(),
     "target": set(),
     "hidden": {"target.spec"},

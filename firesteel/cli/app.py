@@ -90,6 +90,16 @@ def extract(recipe: RecipeName, overrides: Overrides = None) -> None:
     _stage("extract", recipe, overrides)
 
 
+@app.command("extract-server")
+def extract_server(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
+) -> None:
+    """Start a vLLM server that hands out the target's hidden states."""
+    _call("firesteel.cli.runner", "serve_states", load_recipe(recipe, overrides or []), dry_run)
+
+
 @app.command()
 def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Train the drafter (and those to compare it with)."""

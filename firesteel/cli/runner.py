@@ -14,7 +14,7 @@ import transformers
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, recipe_from_dict
-from firesteel.stages import calibrate, check, evaluate, extract, package, prompts, respond, train
+from firesteel.stages import calibrate, check, evaluate, extract, extract_server, package, prompts, respond, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
@@ -41,6 +41,12 @@ def run_verb(verb: str, recipe: Recipe) -> None:
     if verb not in verbs:
         raise RecipeError(f"there is no verb {verb!r}", mend=f"verbs: {', '.join(verbs)}")
     verbs[verb](line)
+
+
+def serve_states(recipe: Recipe, dry_run: bool) -> None:
+    """A vLLM server that captures, until it is stopped."""
+    _quiet()
+    extract_server.run(Line(recipe, ConsoleScreen()), dry_run=dry_run)
 
 
 def run_line(line: Line) -> None:

@@ -18,6 +18,7 @@ from firesteel.recipe import Recipe
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.target.native import read_native
 from firesteel.target.session import TargetSession
+from firesteel.target.spec import check_layer_ids, default_layer_ids
 
 
 class Bar(Protocol):
@@ -70,16 +71,7 @@ class Line:
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
-        wanted, captures = self.recipe.target.layer_ids, get_spec(self.recipe.drafter.algorithm).captures
-        needed = () if captures is None else captures(self.target.spec.num_layers)
-        ids = needed if needed and isinstance(wanted, str) else self.target.layer_ids(wanted)
-        lacking = [i for i in needed if i not in ids]
-        if lacking:
-            raise RecipeError(
-                f"target.layer_ids={list(ids)} lacks {lacking[0]}, which drafter.algorithm={self.recipe.drafter.algorithm} reads",
-                mend=f"leave out target.layer_ids, or add {lacking[0]}",
-            )
-        return ids
+        return pick_layer_ids(self.recipe, self.target.spec.num_layers)
 
     def decoding_session(self, layer_ids: tuple[int, ...], length: int) -> TargetSession:
         """A decoding session of the target; drafters with the same layers share it, so that its packed weights exist once."""
@@ -123,3 +115,22 @@ class Line:
         self.timings[name] = time.monotonic() - started
         self.screen.say(f"{name}: done in {self.timings[name]:.1f} s")
         return artifact
+
+
+def pick_layer_ids(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
+    """The layers that a recipe captures of a target of `num_layers`.
+
+    Raises:
+        RecipeError: the target does not have one of them, or they lack one that the drafter reads.
+    """
+    wanted, captures = recipe.target.layer_ids, get_spec(recipe.drafter.algorithm).captures
+    needed = () if captures is None else captures(num_layers)
+    ids = (tuple(needed) or default_layer_ids(num_layers)) if isinstance(wanted, str) else tuple(wanted)
+    check_layer_ids(ids, num_layers)
+    lacking = [i for i in needed if i not in ids]
+    if lacking:
+        raise RecipeError(
+            f"target.layer_ids={list(ids)} lacks {lacking[0]}, which drafter.algorithm={recipe.drafter.algorithm} reads",
+            mend=f"leave out target.layer_ids, or add {lacking[0]}",
+        )
+    return ids

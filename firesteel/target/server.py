@@ -1,0 +1,251 @@
+"""A vLLM server that hands out hidden states: its command, its start, its log and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import firesteel
+from firesteel import recipe as recipes
+from firesteel.errors import RecipeError, ResourceError, TargetError
+
+# vLLM writes no states for a sequence that comes within a token of its longest length, and generates one more.
+SPARE = 8
+_CPU_CACHE_GIB = "4"
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What is to be started: a server, and before it a Mooncake master where the recipe names none."""
+
+    command: list[str]
+    env: dict[str, str]
+    url: str
+    master: list[str] = field(default_factory=list)
+
+    def shell(self) -> str:
+        """As a user would type it."""
+        env = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
+        lines = [shlex.join(self.master)] if self.master else []
+        return "\n".join([*lines, f"{env} {shlex.join(self.command)}"])
+
+
+def exchange_config(hidden: recipes.Hidden, folder: Path, *, segment: bool) -> dict[str, Any]:
+    """The exchange as a plain mapping, for both ends; `segment`: this end lends memory.
+
+    Args:
+        folder: of the run; `RUN/exchange` unless the recipe names another.
+    """
+    if hidden.transport == "disk":
+        return {"folder": str(Path(hidden.exchange or folder / "exchange").expanduser().absolute())}
+    m = hidden.mooncake
+    lent = int(m.segment_gb * 2**30) if segment else 0
+    master = m.master or f"{m.address}:{m.port}"
+    return {
+        "mooncake": {"master": master, "protocol": m.protocol, "device": m.device, "address": m.address, "segment": lent, "buffer": int(m.buffer_gb * 2**30)}
+    }
+
+
+def server_url(target: recipes.Target) -> str:
+    """Where `extract-server` listens, for a client on the same machine."""
+    return f"http://{'127.0.0.1' if target.vllm.host == '0.0.0.0' else target.vllm.host}:{target.vllm.port}"
+
+
+def plan_server(
+    target: recipes.Target, hidden: recipes.Hidden, folder: Path, *, model: str, layer_ids: Sequence[int], num_layers: int, max_positions: int
+) -> ServerPlan:
+    """The command of a server for this recipe.
+
+    Args:
+        folder: of the run.
+        model: folder or hub name of the target.
+        layer_ids: captured layers; the last layer's output is captured, too.
+        max_positions: of the target.
+
+    Raises:
+        RecipeError: documents may be longer than the target can read, or there is no such interpreter.
+    """
+    check_length(hidden, max_positions)
+    v = target.vllm
+    python = _python(v.python)
+    ids = sorted({*layer_ids, num_layers})
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+    connector = {
+        "kv_connector": "FiresteelStates",
+        "kv_role": "kv_producer",
+        "kv_connector_module_path": "firesteel.inside_vllm.connector",
+        "kv_connector_extra_config": {**exchange_config(hidden, folder, segment=True), "lease": hidden.lease},
+    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", v.host, "--port", str(v.port), "--dtype", target.dtype]
+    command += ["--max-model-len", str(min(max_positions, hidden.max_length + SPARE)), "--tensor-parallel-size", str(v.tensor_parallel)]
+    # A document is read once: nothing is gained by keeping its prefix.
+    command += ["--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
+    if target.revision is not None and not Path(model).is_dir():
+        command += ["--revision", target.revision]
+    if target.trust_remote_code:
+        command.append("--trust-remote-code")
+    env = {"PYTHONPATH": str(_code(folder))}
+    if target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available()):
+        command.append("--enforce-eager")
+        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    master = []
+    if hidden.transport == "mooncake" and hidden.mooncake.master is None:
+        port = hidden.mooncake.port
+        master = [str(Path(python).parent / "mooncake_master"), f"-rpc_port={port}", f"-metrics_port={port + 1}", "-default_kv_lease_ttl=5000"]
+    return ServerPlan([*command, *v.args], env, server_url(target), master)
+
+
+def check_length(hidden: recipes.Hidden, max_positions: int) -> None:
+    """Refuse documents that a server could not give the states of.
+
+    Raises:
+        RecipeError: hidden.max_length leaves no room for the token that a server generates.
+    """
+    if hidden.max_length + 1 > max_positions:
+        raise RecipeError(
+            f"hidden.max_length={hidden.max_length}, but the target has {max_positions} positions and a server needs one more than a document has",
+            mend=f"set hidden.max_length={max_positions - 1}",
+        )
+
+
+class Server:
+    """Processes of a plan, with their logs in `folder`. A context manager: leaving it stops them."""
+
+    def __init__(self, plan: ServerPlan, folder: Path, timeout: float) -> None:
+        self.plan, self.folder, self.timeout = plan, folder, timeout
+        self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "server.log"
+
+    def __enter__(self) -> Server:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self) -> int:
+        """Until the server ends by itself; its exit code."""
+        return self._running[-1][1].wait()
+
+    def last_words(self) -> str:
+        """The line of the server's log that says most."""
+        return _last_error(self.log)
+
+    def stop(self) -> None:
+        """End all processes, the server first: softly, then not."""
+        for _, process in reversed(self._running):
+            for how, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+                # The group, because vLLM's engine and workers are children of the server.
+                if _alive(process.pid):
+                    os.killpg(process.pid, how)
+                deadline = time.monotonic() + seconds
+                while _alive(process.pid) and time.monotonic() < deadline:
+                    process.poll()
+                    time.sleep(0.05)
+            process.wait()
+        self._running = []
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_taken_port()
+        if self.plan.master:
+            self._spawn("Mooncake master", self.plan.master, self.folder / "master.log", {})
+            time.sleep(0.5)
+            self._check()
+        self._spawn("vLLM server", self.plan.command, self.log, self.plan.env)
+        deadline = time.monotonic() + self.timeout
+        while True:
+            self._check()
+            try:
+                if httpx.get(f"{self.plan.url}/health", timeout=2, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > deadline:
+                raise TargetError(
+                    f"the vLLM server gave no sign of life within {self.timeout:g} s", mend=f"look at {self.log}, or raise target.vllm.start_timeout"
+                )
+            time.sleep(0.3)
+
+    def _refuse_taken_port(self) -> None:
+        """Whoever has the port already would be taken for our server."""
+        url = httpx.URL(self.plan.url)
+        with contextlib.suppress(OSError):
+            socket.create_connection((url.host, url.port or 80), timeout=2).close()
+            raise TargetError(f"something listens at {self.plan.url} already", mend="set target.vllm.port to a free one, or stop what runs there")
+
+    def _spawn(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
+        try:
+            with log.open("wb") as f:
+                process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True)
+        except OSError as e:
+            raise ResourceError(
+                f"the {name} cannot be started: {command[0]}: {e.strerror}", mend="pip install 'firesteel[mooncake]' in vLLM's environment"
+            ) from e
+        self._running.append((name, process))
+
+    def _check(self) -> None:
+        for name, process in self._running:
+            if process.poll() is not None:
+                log = self.folder / ("master.log" if "master" in name else "server.log")
+                raise TargetError(f"the {name} ended with code {process.returncode}: {_last_error(log)}", mend=f"the whole log is {log}")
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _last_error(log: Path) -> str:
+    """The line of a log that says most: the last error, else the last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and "Traceback" not in line]
+    return (errors or lines or ["it said nothing"])[-1][-400:]
+
+
+def _python(name: str | None) -> str:
+    if name is None:
+        return sys.executable
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"target.vllm.python={name} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
+    return str(path.absolute())  # not resolved: a virtual environment is where its link is
+
+
+def _code(folder: Path) -> Path:
+    """A folder for vLLM's PYTHONPATH that has this package and nothing of its environment."""
+    code = (folder / "server" / "code").absolute()
+    code.mkdir(parents=True, exist_ok=True)
+    link, package = code / "firesteel", Path(firesteel.__file__).parent
+    if not link.exists() or link.resolve() != package.resolve():
+        link.unlink(missing_ok=True)
+        link.symlink_to(package)
+    return code

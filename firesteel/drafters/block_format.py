@@ -125,9 +125,13 @@ def block_limits(config: DraftConfig) -> list[str]:
         found.append(f"vLLM serves the `vanilla` Markov head; this drafter has `{config.markov_head}`, which Firesteel's own engine decodes.")
     if SLIDING in config.layer_types and FULL in config.layer_types:
         found.append("Its layers mix sliding and full attention, which vLLM serves with its V2 model runner only.")
-    if config.algorithm == "dflash" and config.sample_from_anchor:
-        found.append("It samples from the anchor slot, which engines may not support for DFlash.")
     return found
+
+
+def dflash_limits(config: DraftConfig) -> list[str]:
+    """What engines do not serve of a DFlash."""
+    anchor = ["It samples from the anchor slot, which engines may not support for DFlash."]
+    return [*block_limits(config), *(anchor if config.sample_from_anchor else [])]
 
 
 def sees_markov(config: DraftConfig) -> bool:

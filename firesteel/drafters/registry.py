@@ -38,6 +38,7 @@ register(
         heads=True,
         method="dspark",
         limits=dspark.limits,
+        starts_from=("dflash",),
         native=Native(latents.MODEL_TYPE, latents.is_latent, latents.LatentFields, latents.latent_to_json, latents.latent_from_json),
     )
 )
@@ -56,7 +57,7 @@ register(
         sample_from_anchor=False,
         anchor_choice=True,
         method="dflash",
-        limits=blocks.block_limits,
+        limits=blocks.dflash_limits,
     )
 )
 register(
@@ -77,6 +78,7 @@ register(
         reduced_vocab=False,
         method="dflash",  # vLLM tells DFlash2 by the architecture
         limits=two.dflash2_limits,
+        starts_from=("dflash",),
     )
 )
 register(
@@ -130,7 +132,6 @@ register(
         masks=False,
         reduced_vocab=False,
         method="mtp",
-        serving={"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
         native=Native(mtps.MODEL_TYPE, lambda config: True, mtps.MtpFields, mtps.mtp_to_json, mtps.mtp_from_json),
         adapt=mtps.adapt_to_target,
         fits=mtps.fits_mtp,

@@ -97,6 +97,7 @@ class DraftSpec:
         start: (new module, recipe, weight of the target's final norm, tensors of the target's files below `stitch`) fills what begins as the
             target's own, and says so.
         decay: that of exponential position weights; None leaves it to `loss.decay`.
+        starts_from: algorithms, beside its own, whose checkpoints it may begin with: those whose module is a part of its module.
         stitch: prefix of its tensors in the target's own files, where servers load it from; empty for drafters in a folder of their own.
     """
 
@@ -126,6 +127,7 @@ class DraftSpec:
     captures: Callable[[int], tuple[int, ...]] | None = None
     start: Callable[[nn.Module, recipes.Drafter, Tensor, Mapping[str, Tensor]], str] | None = None
     decay: Callable[[DraftConfig], float | None] = _none
+    starts_from: tuple[str, ...] = ()
     stitch: str = ""
 
 

@@ -19,8 +19,6 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError
 
-# Whose weights an algorithm may begin with, beside its own: those whose module is a part of its module.
-STARTS = {"dspark": ("dflash",), "dflash2": ("dflash",)}
 _CONVENTIONS = {
     "layer_ids": "set target.layer_ids to the checkpoint's (the stored states are captured anew)",
     "sample_from_anchor": "set drafter.sample_from_anchor to the checkpoint's: its slots predict other tokens",
@@ -55,10 +53,11 @@ def warm_config(config: DraftConfig, source: DraftConfig, where: str) -> DraftCo
     Raises:
         RecipeError: an algorithm that cannot begin so, or a convention or size that differs; names both values.
     """
-    if source.algorithm not in (config.algorithm, *STARTS.get(config.algorithm, ())):
+    known = (config.algorithm, *get_spec(config.algorithm).starts_from)
+    if source.algorithm not in known:
         raise RecipeError(
             f"drafter.init={where}: a {config.algorithm} drafter cannot begin with the weights of a {source.algorithm}",
-            mend="use a checkpoint of " + " or ".join((config.algorithm, *STARTS.get(config.algorithm, ()))),
+            mend=f"use a checkpoint of {' or '.join(known)}",
         )
     for name, mend in _CONVENTIONS.items():
         _same(name, getattr(config, name), getattr(source, name), where, mend)

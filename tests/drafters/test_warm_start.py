@@ -11,8 +11,8 @@ from block_cases import DFLASH, TINY, make_drafter, make_tables
 
 from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.config import SLIDING, DraftConfig
-from firesteel.drafters.registry import get_spec
-from firesteel.drafters.warm import STARTS, init_from_checkpoint, vocabulary_tensors, warm_config
+from firesteel.drafters.registry import get_spec, names
+from firesteel.drafters.warm import init_from_checkpoint, vocabulary_tensors, warm_config
 from firesteel.errors import RecipeError
 
 FILL_IN = replace(TINY, sample_from_anchor=False)
@@ -120,7 +120,7 @@ def test_draft_ids_must_mean_the_same_tokens() -> None:
 
 def test_every_start_is_a_part_of_its_algorithm() -> None:
     made = {"dspark": FILL_IN, "dflash2": DFLASH2, "dflash": DFLASH}
-    for name, starts in STARTS.items():
+    for name, starts in ((n, get_spec(n).starts_from) for n in names()):
         for start in starts:
             whole, part = get_spec(name).keys(made[name]), get_spec(start).keys(made[start])
             assert all(whole[key] == part[key] for key in part)

@@ -32,6 +32,7 @@ from firesteel.recipe_sections import (  # noqa: F401 - others take them from he
     Mtp,
     Package,
     Prompts,
+    Responders,
     Responses,
     Section,
     Source,

@@ -64,17 +64,30 @@ class Prompts(Section):
 
 
 class Endpoints(Section):
-    timeout: float = Field(120.0, description="Seconds after which a request counts as failed.", gt=0)
+    timeout: float = Field(600.0, description="Seconds after which a request counts as failed.", gt=0)
     concurrency: int = Field(8, description="Requests under way at one endpoint.", ge=1)
     retries: int = Field(5, description="Failures of one request, while others are answered, after which the run stops with the last error.", ge=0)
     backoff: float = Field(0.5, description="Seconds that an endpoint rests after a failure; twice as long after each further one in a row.", gt=0)
     backoff_max: float = Field(30.0, description="Longest rest, in seconds.", gt=0)
     outage: float = Field(600.0, description="Seconds without a usable answer after which the run stops with the last error.", gt=0)
-    late_factor: float = Field(8.0, description="A request that takes this many times as long as is usual is given to another endpoint as well.", gt=1)
+    late_factor: float | None = Field(
+        None, description="A request that takes this many times as long as is usual is given to another endpoint as well; empty: never.", gt=1
+    )
     bad_share: float = Field(0.1, description="Share of unusable answers (corrupt, of other tokens) among the last 200 above which the run stops.", gt=0, le=1)
 
 
+class Responders(Endpoints):
+    urls: list[str] = Field(default_factory=list, description="OpenAI-compatible servers of the target, such as http://host:8000; empty: target.endpoints.")
+    model: str | None = Field(None, description="The target's name there; empty: the only one that they list.")
+    concurrency: int = Field(64, description="Requests under way at one endpoint.", ge=1)
+    api_key_env: str | None = Field(None, description="Environment variable with the key that they ask for.")
+
+
 class Feed(Endpoints):
+    timeout: float = Field(120.0, description="Seconds after which a request counts as failed.", gt=0)
+    late_factor: float | None = Field(
+        8.0, description="A request that takes this many times as long as is usual is given to another endpoint as well; empty: never.", gt=1
+    )
     low_tokens: int | None = Field(
         None, description="More is fetched when no more tokens than this are held; at least one optimiser step's. Empty: two steps'.", ge=1
     )
@@ -90,8 +103,8 @@ class Responses(Section):
     top_k: int | None = Field(None, description="Sample among the k likeliest tokens only.", ge=1)
     samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
     batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
-    engine: Literal["local", "endpoints"] = Field("local", description="Who answers: the target in this process, or the servers in target.endpoints.")
-    servers: Endpoints = Field(default_factory=Endpoints, description="How those servers are asked.")
+    engine: Literal["local", "endpoints"] = Field("local", description="Who answers: the target in this process, or the servers of responses.servers.")
+    servers: Responders = Field(default_factory=Responders, description="Servers that answer, with responses.engine=endpoints.")
     answers: str | None = Field(
         None,
         description="File of answers made earlier by this pipeline (`builtin:NAME` or a path); used where target and settings match, the rest is generated.",

@@ -48,7 +48,7 @@ ONLY_IN = {
     "rich": {"cli"},
     "vllm": {"inside_vllm"},
     "mooncake": {"hidden"},
-    "httpx": {"target"},
+    "httpx": {"target", "responses"},
 }
 LONGEST = 400
 

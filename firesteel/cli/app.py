@@ -107,6 +107,16 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def endpoints(
+    recipe: RecipeName,
+    action: Annotated[str, typer.Argument(help="list, add or remove.")] = "list",
+    url: Annotated[str | None, typer.Argument(help="The server: http://HOST:PORT.")] = None,
+) -> None:
+    """The servers that a run takes hidden states from; add and remove them while it trains."""
+    _call("firesteel.stages.endpoints", "run", load_recipe(recipe, []), action, url, typer.echo)
+
+
+@app.command()
 def calibrate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Calibrate the confidence head by sequential temperature scaling."""
     _stage("calibrate", recipe, overrides)

@@ -241,7 +241,7 @@ class Pool(Generic[J, R]):
 
     def _late_after(self, size: int) -> float | None:
         """Seconds after which a request is late: a multiple of the usual time, of requests or of their tokens, whichever is longer."""
-        if len(self._paces) < _FEWEST_PACES:
+        if self.settings.late_factor is None or len(self._paces) < _FEWEST_PACES:
             return None
         seconds, per_token = (statistics.median(column) for column in zip(*self._paces, strict=True))
         return max(_SHORTEST, self.settings.late_factor * max(seconds, per_token * size))

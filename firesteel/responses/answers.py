@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +85,12 @@ def append_answers(path: Path, answers: Iterable[Answered]) -> None:
     """
     text = "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers)
     try:
-        if path.is_file():
-            whole = path.read_bytes()
-            if not whole.endswith(b"\n"):
-                with path.open("r+b") as file:
-                    file.truncate(whole.rfind(b"\n") + 1)
+        if path.is_file() and path.stat().st_size > 0:
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
         with path.open("ab") as file:
             file.write(text.encode())
     except OSError as e:

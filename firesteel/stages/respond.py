@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
-from firesteel.errors import DataError
+from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Message, Prompt
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
 from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
 from firesteel.responses.generate import Answer, Ask, Sampling, generate_batch
+from firesteel.responses.served import Answers, Completions, run_conversations
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Line
 from firesteel.target.batch import make_batch_session
@@ -44,7 +45,7 @@ def run(line: Line) -> Artifact:
     """Answer every training and validation prompt (held-out ones are answered while they are measured)."""
     prompts = line.input("prompts")
     settings = {
-        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers"}),
+        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers", "engine", "servers"}),
         "seed": line.recipe.seed,
         "target": prompts_stage.target_settings(line),
     }
@@ -82,7 +83,8 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     if len(missing) < total:
         line.screen.say(f"responses: {total - len(missing)} of {total} answers are on file")
     if missing:
-        _answer(line, missing, sampling, known, writer / _WORK)
+        answer = _answer if recipe.engine == "local" else _answer_served
+        answer(line, missing, sampling, known, writer / _WORK)
     about: dict[str, Any] = {"target": line.target.spec.to_dict()}
     for split in SPLITS:
         answers = [known[j.key] for j in jobs[split]]
@@ -115,6 +117,32 @@ def _answer(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, A
                 known.update({a.key: a for a in finished})
                 bar.advance(len(group), f"{made} tokens")
             turn += 1
+
+
+def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:
+    """The same from servers: each conversation goes on by itself."""
+    recipe, target, made = line.recipe, line.target, 0
+    urls = recipe.responses.servers.urls or recipe.target.endpoints
+    if not urls:
+        raise RecipeError("responses.engine=endpoints, but nobody is named to answer", mend="set responses.servers.urls=[http://HOST:PORT]")
+    with line.screen.bar("answering", sum(len(j.prompt.slots) for j in jobs)) as bar:
+
+        async def talk(job: _Job, ask: Answers) -> None:
+            nonlocal made
+            while not job.finished:
+                ids = encode_prompt(target.tokenizer, job.prompt.history(job.messages), job.prompt.tools, where=job.prompt.where)
+                answer = await ask(Ask(f"{job.key}/{len(job.turns)}", ids))
+                job.turns.append(_turn(target.tokenizer, answer))
+                made += len(answer.token_ids)
+                bar.advance(1, f"{made} tokens")
+            answered = Answered(job.key, job.prompt.key, job.sample, job.turns)
+            append_answers(work, [answered])
+            known[job.key] = answered
+
+        def client() -> Completions:
+            return Completions(recipe.responses.servers, sampling, target.spec.eos_ids, target.spec.vocab_size)
+
+        run_conversations(jobs, talk, client, [u.rstrip("/") for u in urls], "answer")
 
 
 def _turn(tokenizer: Any, answer: Answer) -> AnsweredTurn:

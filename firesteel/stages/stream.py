@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from firesteel.artifact import Artifact
+from firesteel.endpoints.roster import FILE as ENDPOINTS
 from firesteel.endpoints.roster import Roster
 from firesteel.errors import HiddenStateError
 from firesteel.hidden.codec import decode_sample, encode_sample
@@ -18,7 +19,7 @@ from firesteel.hidden.stores import HiddenStore, MemoryStore
 from firesteel.kernels.linear import wants_half
 from firesteel.prompts.template import Document
 from firesteel.recipe import Train
-from firesteel.stages import extract
+from firesteel.stages import extract, states
 from firesteel.stages.line import Line
 from firesteel.target.session import fast_twin
 
@@ -37,12 +38,24 @@ def works(line: Line, hidden: Artifact, split: str) -> list[Work]:
 
 def open_feed(line: Line, wanted: Sequence[Work]) -> SampleFeed:
     """A feed of these documents from the line's target: this process, or the servers of `target.endpoints`."""
-    recipe = line.recipe
+    recipe, settings = line.recipe, line.recipe.hidden.feed
     step = recipe.train.accumulate * max(recipe.train.batch_tokens, max((len(w.token_ids) for w in wanted), default=0))
     check = partial(check_sample, layer_ids=line.layer_ids, target=line.target.spec.fingerprint)
-    # One forward pass at a time: a second one would only take cores from the first.
-    settings = recipe.hidden.feed.model_copy(update={"concurrency": 1})
-    return SampleFeed(local_fetch(line), wanted, Roster([_LOCAL]), settings, step_tokens=step, check=check)
+    if recipe.target.engine == "local":
+        # One forward pass at a time: a second one would only take cores from the first.
+        alone = settings.model_copy(update={"concurrency": 1})
+        return SampleFeed(local_fetch(line), wanted, Roster([_LOCAL]), alone, step_tokens=step, check=check)
+    served = states.open_states(line)
+
+    async def fetch(endpoint: str, work: Work) -> HiddenSample:
+        return await served.fetch(endpoint, work.token_ids, work.loss_mask, work.key)
+
+    async def finish() -> None:
+        await served.close()
+        served.exchange.close()
+
+    roster = Roster(states.servers(line), line.folder / ENDPOINTS)
+    return SampleFeed(fetch, wanted, roster, settings, step_tokens=step, check=check, finish=finish)
 
 
 def held_samples(line: Line, hidden: Artifact, store: HiddenStore | SampleFeed, keys: Sequence[str]) -> HiddenStore:

@@ -1,6 +1,6 @@
-"""A real HTTP server for tests and benchmarks: `POST /sample` with a key answers with that sample's bytes, at a set rate.
+"""A small HTTP server that stands for a target, for tests and benchmarks: `POST /sample` with a key answers with that sample's bytes, at a set rate.
 
-    python http_fake.py PORT FOLDER [--rate TOKENS_PER_SECOND] [--corrupt SHARE] [--seed N]
+    python sample_server.py PORT FOLDER [--rate TOKENS_PER_SECOND] [--corrupt SHARE] [--seed N]
 
 Serves the files of a `DiskStore` as they are; a share of the answers has a byte flipped. `GET /memory` says what the process
 holds. One request is worked on at a time, like a target with one GPU; the others wait.
@@ -16,7 +16,7 @@ import resource
 from pathlib import Path
 
 
-class FakeServer:
+class SampleServer:
     """Reads `FOLDER/KEY.safetensors`; `status` other than 200 is answered without a sample."""
 
     def __init__(self, folder: Path, *, rate: float = 0.0, corrupt: float = 0.0, seed: int = 0) -> None:
@@ -68,7 +68,7 @@ async def _main() -> None:
     parser.add_argument("--corrupt", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
-    server = FakeServer(a.folder, rate=a.rate, corrupt=a.corrupt, seed=a.seed)
+    server = SampleServer(a.folder, rate=a.rate, corrupt=a.corrupt, seed=a.seed)
     print(await server.start(a.port), flush=True)
     await server.server.serve_forever()
 

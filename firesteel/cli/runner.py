@@ -40,6 +40,8 @@ def run_verb(verb: str, recipe: Recipe) -> None:
     verbs: dict[str, Callable[[Line], Any]] = {**dict(LINE), "run": run_line, "check": check.run, "report": evaluate.show}
     if verb not in verbs:
         raise RecipeError(f"there is no verb {verb!r}", mend=f"verbs: {', '.join(verbs)}")
+    if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
+        preflight(line)
     verbs[verb](line)
 
 

@@ -44,7 +44,8 @@ class Rope:
             exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
             self.inverse = 1.0 / config.rope_theta**exponents
         else:
-            self.inverse, self.scale = ROPE_INIT_FUNCTIONS[kind](_as_transformers(config, kind), torch.device("cpu"))
+            with torch.device("cpu"):  # also while a module is built on the meta device: these rules look at values
+                self.inverse, self.scale = ROPE_INIT_FUNCTIONS[kind](_as_transformers(config, kind), torch.device("cpu"))
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each `[..., 1, D/2]` (1 for the heads), of positions `[...]`. Angles are float32 whatever `dtype` is."""

@@ -48,7 +48,8 @@ class TargetRope(nn.Module):
         family, config = FAMILIES[layer["model_type"]], make_layer_config(layer)
         classes: Any = _classes(family)
         name = f"{family.prefix}TextRotaryEmbedding" if hasattr(classes, f"{family.prefix}TextRotaryEmbedding") else f"{family.prefix}RotaryEmbedding"
-        self.own: Any = getattr(classes, name)(config)
+        with torch.device("cpu"):  # as in `rope.Rope`
+            self.own: Any = getattr(classes, name)(config)
 
     def table(self, positions: Tensor, dtype: Any) -> Table:
         """Cosine and sine, each `[..., 1, R/2]`, of pairs i at positions `[...]`; R is the width of a head's rotated part.

@@ -81,6 +81,28 @@ def warm_config(config: DraftConfig, source: DraftConfig, where: str) -> DraftCo
     return found
 
 
+def check_weights(drafter: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights that have no place in a drafter, which may lie on the meta device.
+
+    Args:
+        where: the checkpoint; named in errors.
+
+    Raises:
+        RecipeError: a tensor that the drafter does not have, or another shape.
+    """
+    own = dict(drafter.named_parameters())
+    for name, tensor in tensors.items():
+        if name not in own:
+            raise RecipeError(
+                f"drafter.init={where}: it holds {name}, which the recipe's drafter does not have", mend="ask for the head or layer it belongs to"
+            )
+        if own[name].shape != tensor.shape:
+            raise RecipeError(
+                f"drafter.init={where}: {name} is {list(tensor.shape)} there and {list(own[name].shape)} in the drafter",
+                mend="give the drafter the checkpoint's sizes (and its draft vocabulary)",
+            )
+
+
 @torch.no_grad()
 def init_from_checkpoint(
     drafter: nn.Module, tensors: Mapping[str, Tensor], source: DraftConfig, where: str, *, source_ids: Tensor | None = None, target_ids: Tensor | None = None
@@ -95,17 +117,8 @@ def init_from_checkpoint(
     Raises:
         RecipeError: a tensor that the drafter does not have, another shape, or draft ids that mean other tokens.
     """
+    check_weights(drafter, tensors, where)
     own = dict(drafter.named_parameters())
-    for name, tensor in tensors.items():
-        if name not in own:
-            raise RecipeError(
-                f"drafter.init={where}: it holds {name}, which the recipe's drafter does not have", mend="ask for the head or layer it belongs to"
-            )
-        if own[name].shape != tensor.shape:
-            raise RecipeError(
-                f"drafter.init={where}: {name} is {list(tensor.shape)} there and {list(own[name].shape)} in the drafter",
-                mend="give the drafter the checkpoint's sizes (and its draft vocabulary)",
-            )
     same = (source_ids is None and target_ids is None) or (
         source_ids is not None and target_ids is not None and torch.equal(source_ids.cpu(), target_ids.cpu())
     )

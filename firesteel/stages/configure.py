@@ -1,4 +1,4 @@
-"""Which drafters a recipe asks for, and what each is: from settings, target and a checkpoint to start from, to a `DraftConfig`."""
+"""Which drafters a recipe asks for, what each is (settings, target and a checkpoint to start from make a `DraftConfig`), and how it starts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from torch import nn
 from firesteel import recipe as recipes
 from firesteel.drafters.build import TargetFacts, make_config
 from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
-from firesteel.drafters.warm import warm_config
+from firesteel.drafters.warm import check_weights, warm_config
+from firesteel.errors import FiresteelError, RecipeError
+from firesteel.package.keys import check_tensors, drafter_keys
 from firesteel.package.load import LoadedDraft
 from firesteel.stages.line import Line
 from firesteel.stages.warm import warm_source
@@ -47,17 +50,74 @@ def configure(line: Line, algorithm: str) -> tuple[DraftConfig, LoadedDraft | No
 
 
 def preflight(line: Line) -> dict[str, int]:
-    """Build every drafter without memory, so that one that cannot be is refused before hours of answers and states.
+    """Build and start every drafter without memory, so that what cannot be is refused before hours of answers, states and training.
 
     Returns:
         trainable parameters by algorithm.
+
+    Raises:
+        FiresteelError: of the kind that the stage would meet that needs the setting; of a compared drafter it says so.
     """
     counts = {}
     for name in algorithms(line):
-        config, _ = configure(line, name)
-        with torch.device("meta"):
-            counts[name] = sum(p.numel() for p in get_spec(name).build(config).parameters())
+        try:
+            counts[name] = _rehearse(line, name)
+        except FiresteelError as e:
+            if name == line.recipe.drafter.algorithm:
+                raise
+            mend = f"{e.mend}; for this drafter alone: in evaluate.drafters.{name}" if e.mend else None
+            raise type(e)(f"evaluate.compare has {name}: {e.message}", mend=mend) from None
     return counts
+
+
+def _rehearse(line: Line, algorithm: str) -> int:
+    """Parameters of a drafter that can be built, started, exported and measured as the recipe says."""
+    spec, settings = get_spec(algorithm), line.recipe.drafter_of(algorithm)
+    if algorithm != line.recipe.drafter.algorithm:  # for the headline drafter the target is looked at as soon as it is loaded
+        # `init: target` of a recipe that compares drafters is for those whose layers are like a target's; others have a start of their own.
+        own = settings.model_copy(update={"init": "random"}) if settings.init == "target" and spec.start is not None else settings
+        spec.fits(own, line.target.text_config, lambda: read_native(line.recipe.target, spec.stitch))
+    config, warm = configure(line, algorithm)
+    if algorithm == line.recipe.drafter.algorithm:
+        _check_lengths(line.recipe, config)
+    with torch.device("meta"):
+        drafter = spec.build(config)
+    check_tensors(drafter.state_dict(), drafter_keys(config), what=f"drafter.algorithm={algorithm}: the module")
+    if settings.init == "target":
+        start_from_target(line, drafter, config)
+    if warm is not None:
+        check_weights(drafter, warm.tensors, settings.init)
+    return sum(p.numel() for p in drafter.parameters())
+
+
+def _check_lengths(recipe: recipes.Recipe, config: DraftConfig) -> None:
+    served = recipe.package.speculative_tokens
+    wanted = {"package.speculative_tokens": [] if served is None else [served], "evaluate.draft_lengths": recipe.evaluate.draft_lengths or []}
+    for name, lengths in wanted.items():
+        wrong = [n for n in lengths if not 1 <= n <= config.num_drafts]
+        if wrong:
+            raise RecipeError(
+                f"{name} has {wrong[0]}, but this drafter drafts 1 to {config.num_drafts} tokens a round",
+                mend=f"leave out {name}, or set drafter.block_size higher",
+            )
+
+
+def start_from_target(line: Line, drafter: nn.Module, config: DraftConfig) -> None:
+    """With `drafter.init=target`: copy the target's last layers into a new drafter. Algorithms that start otherwise are left as they are.
+
+    Raises:
+        RecipeError: the target's layers do not fit the drafter's.
+    """
+    if get_spec(config.algorithm).start is not None:
+        return
+    first = first_copied_layer(line.target.spec.num_layers, config)
+    feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
+    init_from_target(drafter, line.target.layer_weights(first, config.num_layers), line.target.norm_weight, feature=feature)
+
+
+def first_copied_layer(target_layers: int, config: DraftConfig) -> int:
+    """The target's layer that the drafter's first one starts from: the last captured one that leaves enough layers above it."""
+    return max(0, min(max(config.layer_ids), target_layers - config.num_layers))
 
 
 def begin_as_target(line: Line, drafter: nn.Module, settings: recipes.Drafter) -> None:

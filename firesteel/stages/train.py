@@ -13,7 +13,6 @@ from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
 from firesteel.drafters.config import DraftConfig
-from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import TrainingError
 from firesteel.hidden.feed import SampleFeed
@@ -21,7 +20,7 @@ from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
 from firesteel.stages import extract, stream
 from firesteel.stages import prompts as prompts_stage
-from firesteel.stages.configure import algorithms, begin_as_target, configure
+from firesteel.stages.configure import algorithms, begin_as_target, configure, start_from_target
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key
@@ -92,11 +91,8 @@ def make_job(
     held_out = held_out_batches(stream.held_samples(line, hidden, store, keys), keys, layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = get_spec(config.algorithm).build(config).to(line.target.device)
-    if init == "target" and get_spec(config.algorithm).start is None:
-        first = first_copied_layer(line.target.spec.num_layers, config)
-        layers = line.target.layer_weights(first, config.num_layers)
-        feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
-        init_from_target(drafter, layers, line.target.norm_weight, feature=feature)
+    if init == "target":
+        start_from_target(line, drafter, config)
     return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, line.target.spec.eos_ids, on_step)
 
 
@@ -112,11 +108,6 @@ def take(listed: list[Listed], tokens: int) -> list[Listed]:
             break
         chosen.append(d)
     return chosen
-
-
-def first_copied_layer(target_layers: int, config: DraftConfig) -> int:
-    """The target's layer that the drafter's first one starts from: the last captured one that leaves enough layers above it."""
-    return min(max(config.layer_ids), target_layers - config.num_layers)
 
 
 def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:

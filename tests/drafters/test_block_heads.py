@@ -116,6 +116,8 @@ def test_rope_equals_transformers(scaling: dict[str, object] | None) -> None:
     table = Rope(config).table(positions, torch.float32)
     for x, y in zip((q, k), expected, strict=True):
         torch.testing.assert_close(rotate(x.transpose(1, 2), table).transpose(1, 2), y, rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):  # as a run's preflight builds drafters
+        assert all(p.is_meta for p in BlockDrafter(config).parameters())
 
 
 def test_rope_that_cannot_be_is_refused() -> None:

@@ -151,7 +151,15 @@ def test_a_drafter_that_does_not_keep_its_promise_is_not_packaged(make_line: Mak
     ("sections", "words"),
     [
         ({"drafter": {"algorithm": "dflash2", "draft_vocab_size": 40}}, "drafter.draft_vocab_size=40"),
-        ({"drafter": {"draft_vocab_size": 40}, "evaluate": {"compare": ["dflash2"]}}, "drafter.draft_vocab_size=40"),
+        (
+            {"drafter": {"draft_vocab_size": 40}, "evaluate": {"compare": ["dflash2"]}},
+            r"compare has dflash2: drafter.draft_vocab_size=40(.|\n)*in evaluate.drafters.dflash2",
+        ),
+        ({"evaluate": {"compare": ["mtp"]}}, "evaluate.compare has mtp: drafter.algorithm=mtp: no MTP head is known"),
+        ({"drafter": {"init": "target", "num_layers": 5}}, r"init=target: 4 target layers for drafter.num_layers=5"),
+        ({"drafter": {"init": "target", "intermediate_size": 40}}, r"init=target: .* is \[40, 32\] in the drafter and \[48, 32\]"),
+        ({"package": {"speculative_tokens": 5}}, "package.speculative_tokens has 5, but this drafter drafts 1 to 4"),
+        ({"drafter": {"algorithm": "dflash"}, "evaluate": {"draft_lengths": [2, 4]}}, "evaluate.draft_lengths has 4, but this drafter drafts 1 to 3"),
         ({"drafter": {"algorithm": "eagle3", "eagle": {"fc_norm": True, "norm_before_fc": True}}}, "both true"),
         ({"drafter": {"algorithm": "eagle3", "sample_from_anchor": False}}, "sample_from_anchor"),
         ({"drafter": {"algorithm": "mtp"}}, "no MTP head is known for targets of model type 'llama'"),

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from firesteel.cli.runner import run_line
-from firesteel.errors import RecipeError
+from firesteel.drafters.keys import Key
+from firesteel.drafters.registry import get_spec, register
+from firesteel.errors import CheckpointError, RecipeError
 from firesteel.evaluation.report import read_report
 from firesteel.package.load import load
 from firesteel.stages.line import Line
@@ -35,6 +38,17 @@ def test_it_walks_the_line(make_line: MakeLine) -> None:
 def test_its_options_are_its_own(make_line: MakeLine) -> None:
     with pytest.raises(RecipeError, match="bigram does not know"):
         run_line(make_line(drafter={**OWN, "options": {"scael": 2.0}}))
+
+
+def test_a_key_table_that_is_not_the_module_is_found_before_training(make_line: MakeLine) -> None:
+    line, spec = make_line(drafter=OWN), get_spec("bigram")
+    register(replace(spec, keys=lambda config: {"mixed.weight": Key((config.hidden_size, config.hidden_size))}))
+    try:
+        with pytest.raises(CheckpointError, match=r"drafter.algorithm=bigram: the module lacks mixed.weight and holds mix.weight"):
+            run_line(line)
+    finally:
+        register(spec)
+    assert not line.folder.exists()
 
 
 def test_a_module_that_is_not_there(make_line: MakeLine) -> None:

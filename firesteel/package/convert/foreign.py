@@ -15,7 +15,7 @@ from torch import Tensor
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.layer_json import LayerFields, layers_from_json
 from firesteel.drafters.registry import get_spec
-from firesteel.drafters.rope import ROPE_KINDS, Rope, rope_kind
+from firesteel.drafters.rope import ROPE_KINDS, rope_kind
 from firesteel.drafters.warm import vocabulary_tensors
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.contract import Contract
@@ -157,9 +157,8 @@ def assemble(
     fields.finish()
     try:
         config = DraftConfig(**values)
-        Rope(config)
-        with torch.device("meta"):  # whatever the engine does not have is refused here; scaled frequencies need a real device
-            get_spec(config.algorithm).build(replace(config, rope_scaling=None))
+        with torch.device("meta"):  # whatever the engine does not have is refused here
+            get_spec(config.algorithm).build(config)
         keys = drafter_keys(config)
     except FiresteelError as e:
         raise CheckpointError(f"{where}: {e.message}", mend=e.mend) from None

@@ -161,9 +161,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    module: Annotated[str | None, typer.Option(help="Python module that registers the drafter's algorithm (drafter.module).")] = None,
 ) -> None:
     """Ask the target one thing with a packaged drafter, and show how much was drafted."""
-    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed)
+    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed, module)
 
 
 @app.command()

@@ -61,10 +61,11 @@ def run_line(line: Line) -> None:
     evaluate.show(line)
 
 
-def generate(folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+def generate(folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, module: str | None) -> None:
     """One prompt through a packaged drafter."""
     _quiet()
-    recipe = recipe_from_dict({"name": "generate", "seed": seed, "target": {"model": target}, "train": {"max_steps": 1}})
+    settings = {"target": {"model": target}, "drafter": {"module": module}, "evaluate": {"max_new_tokens": max_new_tokens}, "train": {"max_steps": 1}}
+    recipe = recipe_from_dict({"name": "generate", "seed": seed, **settings})
     generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature)
 
 

@@ -90,7 +90,7 @@ def from_speculators(data: dict[str, Any], *, where: str) -> Described:
     if kind not in names():
         raise CheckpointError(
             f"{where}: speculators_model_type is {kind!r}; known are {', '.join(names())}",
-            mend="the file must be a speculators checkpoint of a known algorithm",
+            mend="the file must be a speculators checkpoint of a known algorithm; one of your own is registered by drafter.module (generate: --module)",
         )
     spec = get_spec(kind)
     text = json.dumps(data)

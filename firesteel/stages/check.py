@@ -14,6 +14,7 @@ from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
 from firesteel.stages.configure import preflight
 from firesteel.stages.line import Line
+from firesteel.stages.states import check_servers
 
 _SAMPLE = 64
 
@@ -50,6 +51,9 @@ def run(line: Line) -> None:
             f"hidden states would take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {where}",
             mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, or fewer prompts",
         )
+    if recipe.target.engine == "vllm":
+        for text in check_servers(line):
+            say(f"server {text}")
     prefill, step = _pace(line)
     say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
     say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")

@@ -22,6 +22,7 @@ from firesteel.responses.answers import Answered
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
 from firesteel.stages.line import Line
+from firesteel.stages.states import captured, check_served_logits
 from firesteel.target.local import LocalTarget, capture, stack_layers
 from firesteel.target.session import fast_twin
 
@@ -87,7 +88,11 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     bad = _capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store)
     if isinstance(store, DiskStore):
         store.sweep()
-    worst = check_logits(target, store, [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance)
+    checked, tolerance = [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance
+    if recipe.target.engine == "vllm":
+        worst = check_served_logits(line, [store.get(d.key) for d in checked], tolerance)
+    else:
+        worst = check_logits(target, store, checked, tolerance)
     line.screen.say(f"hidden: logits recomputed from stored states differ from the target's by at most {worst:.4f} (total variation)")
     index = {
         s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if streamed or d.key in store] for s, docs in documents.items()
@@ -132,7 +137,7 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
     bad: Counter[str] = Counter()
     last = ""
     with line.screen.bar("capturing hidden states", sum(len(d.token_ids) for d in missing)) as bar:
-        for sample in _captured(line, missing):
+        for sample in captured(line, missing) if line.recipe.target.engine == "vllm" else _captured(line, missing):
             try:
                 check_sample(sample, layer_ids=line.layer_ids, target=line.target.spec.fingerprint)
                 store.put(sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from firesteel.endpoints.pool import Pool
 from firesteel.endpoints.roster import Roster
-from firesteel.errors import HiddenStateError
+from firesteel.errors import HiddenStateError, RecipeError
+from firesteel.hidden.codec import state_bytes
 from firesteel.hidden.exchange import open_exchange
 from firesteel.hidden.sample import HiddenSample
 from firesteel.hidden.weights import weights_digest
@@ -36,6 +38,14 @@ def open_states(line: Line) -> VllmStates:
     """
     recipe, target = line.recipe, line.target
     check_length(recipe.hidden, target.spec.max_position_embeddings)
+    largest = state_bytes(recipe.hidden.max_length * (len(line.layer_ids) + 1), target.spec.hidden_size, recipe.hidden.codec)
+    buffer = recipe.hidden.mooncake.buffer_gb * 2**30
+    if recipe.hidden.transport == "mooncake" and largest > buffer:
+        raise RecipeError(
+            f"a document of {recipe.hidden.max_length} tokens (hidden.max_length) has {largest / 2**30:.2f} GiB of states, "
+            f"hidden.mooncake.buffer_gb is {buffer / 2**30:g}",
+            mend=f"set hidden.mooncake.buffer_gb={largest / 2**30 * 1.1:.2f} at both ends",
+        )
     return VllmStates(
         open_exchange(exchange_config(recipe.hidden, line.folder, segment=False)),
         layer_ids=line.layer_ids,
@@ -46,6 +56,25 @@ def open_states(line: Line) -> VllmStates:
         timeout=recipe.hidden.feed.timeout,
         head=target.head,
     )
+
+
+def check_servers(line: Line) -> list[str]:
+    """Fetch one short sample from every server; what to say of each.
+
+    Raises:
+        FiresteelError: one of them cannot be used; the message names it.
+    """
+    states, said = open_states(line), []
+    with asyncio.Runner() as runner:
+        try:
+            for url in servers(line):
+                started = time.perf_counter()
+                sample = runner.run(states.fetch(url, list(range(16)), [True] * 16, "check"))
+                said.append(f"{url}: {len(sample)} tokens with states in {time.perf_counter() - started:.2f} s, by {line.recipe.hidden.transport}")
+        finally:
+            runner.run(states.close())
+            states.exchange.close()
+    return said
 
 
 def captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:

@@ -1,0 +1,171 @@
+"""The command of a server that captures, and its start and end, with small programs in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from typer.testing import CliRunner
+
+from firesteel.cli.app import app
+from firesteel.errors import RecipeError, ResourceError, TargetError
+from firesteel.recipe import recipe_from_dict
+from firesteel.target.server import Server, ServerPlan, exchange_config, plan_server
+
+HEALTHY = (
+    "import http.server, sys\n"
+    "class H(http.server.BaseHTTPRequestHandler):\n"
+    "    def do_GET(self):\n"
+    "        self.send_response(200); self.end_headers()\n"
+    "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def plan_of(folder: Path, max_positions: int = 4096, layer_ids: tuple[int, ...] = (1, 2), **sections: Any) -> ServerPlan:
+    target = {"model": "some/model", "device": "cpu", **sections.pop("target", {})}
+    recipe = recipe_from_dict({"train": {"max_steps": 1}, "target": target, **sections})
+    return plan_server(recipe.target, recipe.hidden, folder, model="some/model", layer_ids=layer_ids, num_layers=4, max_positions=max_positions)
+
+
+def value(command: list[str], flag: str) -> Any:
+    text = command[command.index(flag) + 1]
+    return json.loads(text) if text.startswith("{") else text
+
+
+def test_the_command_says_all_that_the_recipe_says(tmp_path: Path) -> None:
+    plan = plan_of(
+        tmp_path,
+        target={"revision": "abc", "trust_remote_code": True, "dtype": "bfloat16", "vllm": {"port": 8111, "tensor_parallel": 2, "args": ["--seed", "3"]}},
+        hidden={"max_length": 1000, "lease": 300},
+    )
+    c = plan.command
+    assert c[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert value(c, "--speculative-config")["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    connector = value(c, "--kv-transfer-config")
+    assert connector["kv_connector_module_path"] == "firesteel.inside_vllm.connector"
+    assert connector["kv_connector_extra_config"] == {"folder": str(tmp_path / "exchange"), "lease": 300}
+    wanted = {"--max-model-len": "1008", "--dtype": "bfloat16", "--revision": "abc", "--tensor-parallel-size": "2", "--port": "8111", "--seed": "3"}
+    assert {flag: value(c, flag) for flag in wanted} == wanted
+    assert {"--no-enable-prefix-caching", "--trust-remote-code", "--enforce-eager"} <= set(c)
+    assert plan.url == "http://127.0.0.1:8111"
+    code = Path(plan.env["PYTHONPATH"])
+    assert [p.name for p in code.iterdir()] == ["firesteel"], "nothing else of this environment may reach vLLM's"
+    assert shlex.split(plan.shell())[-len(c) :] == c
+
+
+def test_a_master_is_started_only_where_none_is_named(tmp_path: Path) -> None:
+    own = plan_of(tmp_path, hidden={"transport": "mooncake", "mooncake": {"address": "10.0.0.7", "segment_gb": 2}})
+    assert own.master[1] == "-rpc_port=50051"
+    there = value(own.command, "--kv-transfer-config")["kv_connector_extra_config"]["mooncake"]
+    assert (there["master"], there["address"], there["segment"]) == ("10.0.0.7:50051", "10.0.0.7", 2 << 30)
+    hidden = recipe_from_dict({"train": {"max_steps": 1}, "hidden": {"transport": "mooncake", "mooncake": {"master": "a:1"}}}).hidden
+    assert exchange_config(hidden, tmp_path, segment=False)["mooncake"]["segment"] == 0
+    assert plan_of(tmp_path, hidden=hidden.model_dump()).master == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "positions", "words"),
+    [
+        ({"hidden": {"max_length": 512}}, 512, "set hidden.max_length=511"),
+        ({"target": {"vllm": {"python": "no/such/python"}}}, 4096, "target.vllm.python=no/such/python does not exist"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path, sections: dict[str, Any], positions: int, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        plan_of(tmp_path, positions, **sections)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target": {"endpoints": ["host:8100"]}}, "not http://HOST:PORT"),
+        ({"hidden": {"lease": 60, "feed": {"timeout": 90}}}, "hidden.lease must be longer than hidden.feed.timeout"),
+        ({"hidden": {"mooncake": {"segment_gb": 0.1}}}, "segment_gb must hold"),
+        ({"hidden": {"mooncake": {"protocol": "nvlink"}}}, "hidden.mooncake.protocol"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        recipe_from_dict({"train": {"max_steps": 1}, **settings})
+
+
+def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
+    port = free_port()
+    # Like vLLM's engine, a child that would outlive its parent.
+    child = f"import subprocess, sys; subprocess.Popen(['sleep', '321{port}']); exec({HEALTHY!r})"
+    plan = ServerPlan([sys.executable, "-c", child, str(port)], {}, f"http://127.0.0.1:{port}")
+    with Server(plan, tmp_path, 30):
+        assert str(port) in subprocess.run(["pgrep", "-fa", f"sleep 321{port}"], capture_output=True, text=True, check=False).stdout
+        with pytest.raises(TargetError, match="something listens at"), Server(plan, tmp_path, 5):
+            pass
+    assert subprocess.run(["pgrep", "-f", f"sleep 321{port}"], capture_output=True, check=False).returncode == 1
+
+
+def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    dies = ServerPlan([sys.executable, "-c", "print('starting'); raise ValueError('no room on the device')"], {}, url)
+    with pytest.raises(TargetError, match="ended with code 1: ValueError: no room on the device"), Server(dies, tmp_path, 30):
+        pass
+    hangs = ServerPlan([sys.executable, "-c", "import time; time.sleep(60)"], {}, url)
+    with pytest.raises(TargetError, match=r"no sign of life within 0\.5 s"), Server(hangs, tmp_path, 0.5):
+        pass
+    missing = ServerPlan(dies.command, {}, url, ["/no/such/mooncake_master"])
+    with pytest.raises(ResourceError, match="the Mooncake master cannot be started"), Server(missing, tmp_path, 5):
+        pass
+
+
+def recipe_file(tmp_path: Path, **vllm: Any) -> Path:
+    transformers.LlamaConfig(hidden_size=8, num_hidden_layers=6, num_attention_heads=2).save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").touch()
+    settings = {
+        "runs_dir": str(tmp_path),
+        "train": {"max_steps": 1},
+        "hidden": {"max_length": 1024},
+        "target": {"model": str(tmp_path / "target"), "engine": "vllm", "vllm": vllm},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "mine.yaml"
+
+
+def test_the_verb_prints_its_command_without_loading_the_target(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["extract-server", str(recipe_file(tmp_path)), "--dry-run"])
+    assert done.exit_code == 0, done.exception
+    assert '"eagle_aux_hidden_state_layer_ids": [2, 3, 4, 6]' in done.stdout
+
+
+def test_the_verb_ends_its_server_when_it_is_told_to(tmp_path: Path) -> None:
+    port = free_port()
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$(cat {tmp_path}/serve.py)" {port}\n')
+    fake.chmod(0o755)
+    (tmp_path / "serve.py").write_text(HEALTHY)
+    command = [sys.executable, "-m", "firesteel.cli.app", "extract-server", str(recipe_file(tmp_path, python=str(fake), port=port))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        assert process.stdout is not None
+        assert any("ready at" in text for text in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the server lives on")

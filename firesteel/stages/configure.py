@@ -12,6 +12,7 @@ from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
 from firesteel.drafters.warm import check_weights, warm_config
 from firesteel.errors import FiresteelError, RecipeError
+from firesteel.hidden.window import watermarks
 from firesteel.package.keys import check_tensors, drafter_keys
 from firesteel.package.load import LoadedDraft
 from firesteel.stages.line import Line
@@ -58,7 +59,9 @@ def preflight(line: Line) -> dict[str, int]:
     Raises:
         FiresteelError: of the kind that the stage would meet that needs the setting; of a compared drafter it says so.
     """
-    counts = {}
+    recipe, counts = line.recipe, {}
+    if recipe.hidden.store == "stream":
+        watermarks(recipe.hidden.feed, recipe.train.accumulate * recipe.train.batch_tokens)
     for name in algorithms(line):
         try:
             counts[name] = _rehearse(line, name)

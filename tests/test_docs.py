@@ -48,7 +48,7 @@ def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
             read_overrides([w for w in words if "=" in w])
             assert "--to" not in words or words[words.index("--to") + 1] in OUT
         if words[1] in VERBS - {"generate", "recipe", "convert", "stitch"} and len(words) > 2 and words[2].islower():
-            _recipe(words[2], words[3:], tmp_path)
+            _recipe(words[2], [w for w in words[3:] if not w.startswith("--")], tmp_path)
 
 
 def _recipe(name: str, overrides: list[str], tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ waits in vain. What nobody fetched is deleted by its writer after the lease. Imp
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -16,6 +19,8 @@ from typing import Any, Protocol
 
 from firesteel.errors import HiddenStateError, ResourceError
 from firesteel.hidden.mooncake import MooncakeSettings, MooncakeStore
+
+_KEPT_BACK, _LONGEST_ERROR = 64, 1024  # markers that find room in a full store, and characters of one
 
 
 @dataclass(frozen=True)
@@ -109,21 +114,47 @@ class FolderExchange:
 
 
 class MooncakeExchange:
-    """Objects `HANDLE/states` and `HANDLE/marker` in a Mooncake store, pinned until they are removed."""
+    """Objects `HANDLE/states` and `HANDLE/marker` in a Mooncake store, pinned until they are removed.
+
+    Whoever lends memory keeps a little of it back, so that a marker finds room in a full store to say that it is full.
+    """
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self.store = MooncakeStore(settings)
+        self._lends, self._mine, self._kept_back, self._lock = settings.segment > 0, secrets.token_hex(6), list[str](), threading.Lock()
+        self._number = 0
+        self._keep_back()
 
     def put(self, handle: str, data: bytes) -> None:
         self.store.put(f"{handle}/states", data)
         try:
-            self.store.put(f"{handle}/marker", Marker(len(data)).to_bytes())
+            self._mark(handle, Marker(len(data)))
         except ResourceError:
             self.store.remove(f"{handle}/states")
             raise
+        self._keep_back()
 
     def fail(self, handle: str, error: str, *, again: bool) -> None:
-        self.store.put(f"{handle}/marker", Marker(error=error, again=again).to_bytes())
+        self._mark(handle, Marker(error=error[:_LONGEST_ERROR], again=again))
+
+    def _mark(self, handle: str, marker: Marker) -> None:
+        while True:
+            try:
+                return self.store.put(f"{handle}/marker", marker.to_bytes())
+            except ResourceError:
+                with self._lock:
+                    if not self._kept_back:
+                        raise
+                    self.store.remove(self._kept_back.pop())
+
+    def _keep_back(self) -> None:
+        """Hold room for markers, as far as there is any."""
+        with self._lock, contextlib.suppress(ResourceError):
+            while self._lends and len(self._kept_back) < _KEPT_BACK:
+                key = f"room-{self._mine}-{self._number}"
+                self.store.put(key, bytes(2 * _LONGEST_ERROR))
+                self._kept_back.append(key)
+                self._number += 1
 
     def look(self, handle: str) -> Marker | None:
         found = self.store.get(f"{handle}/marker")

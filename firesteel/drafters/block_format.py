@@ -121,17 +121,23 @@ def check_heads(config: DraftConfig) -> None:
 def block_limits(config: DraftConfig) -> list[str]:
     """What engines do not serve of a block drafter."""
     found = []
-    if config.markov_rank and config.markov_head != "vanilla":
-        found.append(f"vLLM serves the `vanilla` Markov head; this drafter has `{config.markov_head}`, which Firesteel's own engine decodes.")
+    reason = block_unserved(config)
+    if reason is not None:
+        found.append(f"{reason} Firesteel's own engine decodes it.")
     if SLIDING in config.layer_types and FULL in config.layer_types:
         found.append("Its layers mix sliding and full attention, which vLLM serves with its V2 model runner only.")
     return found
 
 
-def dflash_limits(config: DraftConfig) -> list[str]:
-    """What engines do not serve of a DFlash."""
-    anchor = ["It samples from the anchor slot, which engines may not support for DFlash."]
-    return [*block_limits(config), *(anchor if config.sample_from_anchor else [])]
+def block_unserved(config: DraftConfig) -> str | None:
+    """Why vLLM cannot serve a block drafter, or None."""
+    if config.markov_rank and config.markov_head != "vanilla":
+        return f"vLLM serves the `vanilla` Markov head; this drafter has `{config.markov_head}`."
+    if config.algorithm == "dspark" and not config.markov_rank:
+        return "vLLM 0.32 needs a Markov head in a DSpark drafter (without one its process ends by a division by zero); this one has none."
+    if config.algorithm in ("dflash", "dflash2") and config.sample_from_anchor:
+        return "vLLM refuses a DFlash drafter that samples from the anchor slot, as this one does."
+    return None
 
 
 def sees_markov(config: DraftConfig) -> bool:

@@ -93,7 +93,4 @@ def dflash2_from_json(own: DFlash2Fields, layers: LayerFields, where: str) -> di
 
 def dflash2_limits(config: DraftConfig) -> list[str]:
     """What engines do not serve."""
-    found = [*block_limits(config), "vLLM serves it with its V2 model runner only, where the architecture in config.json tells it from DFlash."]
-    if config.sample_from_anchor:
-        found.append("It samples from the anchor slot, which vLLM refuses for DFlash2; Firesteel's own engine decodes it.")
-    return found
+    return [*block_limits(config), "vLLM serves it with its V2 model runner only, where the architecture in config.json tells it from DFlash."]

@@ -60,6 +60,11 @@ def check(config: DraftConfig) -> None:
         latents.check_latent(config)
 
 
+def unserved(config: DraftConfig) -> str | None:
+    """Why vLLM cannot serve a drafter, or None."""
+    return None if latents.is_latent(config) else blocks.block_unserved(config)
+
+
 def limits(config: DraftConfig) -> list[str]:
     """What engines do not serve of a drafter."""
     return latents.latent_limits() if latents.is_latent(config) else blocks.block_limits(config)

@@ -102,3 +102,15 @@ def eagle_from_json(own: EagleFields, layers: LayerFields, where: str) -> dict[s
 def peagle_from_json(own: PEagleFields, layers: LayerFields, where: str) -> dict[str, Any]:
     """Values of `DraftConfig` from own fields."""
     return eagle_from_json(own, layers, where) | {"mask_token_id": own.mask_token_id}
+
+
+def peagle_unserved(config: DraftConfig) -> str | None:
+    """Why vLLM cannot serve a P-EAGLE, or None."""
+    return "vLLM 0.32 does not read the norms before `fc` of a P-EAGLE (drafter.eagle.fc_norm), and so does not load it." if config.extra["fc_norm"] else None
+
+
+def peagle_limits(config: DraftConfig) -> list[str]:
+    """What engines do not serve of a P-EAGLE."""
+    reason = peagle_unserved(config)
+    runner = "vLLM 0.32 serves it with its V1 model runner only, which it then takes by itself and which knows no block verification."
+    return [runner, *([] if reason is None else [f"{reason} Firesteel's own engine decodes it."])]

@@ -38,6 +38,7 @@ register(
         heads=True,
         method="dspark",
         limits=dspark.limits,
+        unserved=dspark.unserved,
         starts_from=("dflash",),
         native=Native(latents.MODEL_TYPE, latents.is_latent, latents.LatentFields, latents.latent_to_json, latents.latent_from_json),
     )
@@ -57,7 +58,8 @@ register(
         sample_from_anchor=False,
         anchor_choice=True,
         method="dflash",
-        limits=blocks.dflash_limits,
+        limits=blocks.block_limits,
+        unserved=blocks.block_unserved,
     )
 )
 register(
@@ -78,6 +80,7 @@ register(
         reduced_vocab=False,
         method="dflash",  # vLLM tells DFlash2 by the architecture
         limits=two.dflash2_limits,
+        unserved=blocks.block_unserved,
         starts_from=("dflash",),
     )
 )
@@ -112,7 +115,10 @@ register(
         options=eagles.peagle_options,
         causal=True,
         method="eagle3",
-        serving={"parallel_drafting": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+        # vLLM's V1 runner, the only one that has it, draws no drafts where another method than `standard` is asked for.
+        serving={"parallel_drafting": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "standard"},
+        limits=eagles.peagle_limits,
+        unserved=eagles.peagle_unserved,
     )
 )
 register(

@@ -33,6 +33,10 @@ def _fine(config: DraftConfig) -> None:
     return None
 
 
+def _served(config: DraftConfig) -> str | None:
+    return None
+
+
 def _as_it_is(config: DraftConfig, layer: Mapping[str, Any], num_layers: int) -> DraftConfig:
     return config
 
@@ -89,6 +93,7 @@ class DraftSpec:
         method: vLLM's name of it in `--speculative-config`.
         serving: more of that config.
         limits: what a user must know before serving, a sentence each.
+        unserved: why vLLM cannot serve this drafter, or None.
         native: another config.json for some of its drafters.
         adapt: (config, the target's text configuration, its number of layers) -> the config, for drafters made of the target's own parts.
         fits: (recipe, the target's text configuration, reads the tensors of its files below `stitch`): refuses, before anything is spent, what
@@ -121,6 +126,7 @@ class DraftSpec:
     method: str = ""
     serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
     limits: Callable[[DraftConfig], list[str]] = _no_limits
+    unserved: Callable[[DraftConfig], str | None] = _served
     native: Native | None = None
     adapt: Callable[[DraftConfig, Mapping[str, Any], int], DraftConfig] = _as_it_is
     fits: Callable[[recipes.Drafter, Mapping[str, Any], Callable[[], Mapping[str, Tensor]]], None] = _anything

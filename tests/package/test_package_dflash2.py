@@ -48,7 +48,7 @@ def test_config_json_says_what_servers_read(tmp_path: Path) -> None:
     assert speculative_config(DFLASH2, contract, "HERE")["method"] == "dflash"
     assert any("V2 model runner" in line for line in limits(DFLASH2, contract))
     anchored = replace(DFLASH2, sample_from_anchor=True)
-    assert any("anchor slot, which vLLM refuses" in line for line in limits(anchored, toy_contract(anchored)))
+    assert any("refuses a DFlash drafter that samples from the anchor slot" in line for line in limits(anchored, toy_contract(anchored)))
 
 
 def test_a_foreign_checkpoint_needs_no_training_settings(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ session, and `rewind(0)` for the next sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams
 from firesteel.drafters.rope import rotate
 from firesteel.drafters.rows import Draft
-from firesteel.errors import RecipeError, ResourceError
+from firesteel.drafters.sequence import OneSequence, draw
+from firesteel.errors import RecipeError
 from firesteel.kernels.packed import PackedLinear
-
-_FIRST_CAPACITY = 512  # positions to make room for at first; doubled as needed
 
 
 class _Layer:
@@ -53,7 +52,7 @@ class PairDrafter(Protocol):
     def features(self, aux: Tensor) -> Tensor: ...
 
 
-class EagleSession:
+class EagleSession(OneSequence):
     """What sessions of pairs share; a chain of drafts (EAGLE-3) as it stands, `peagle.PEagleSession` overrides `_chain`.
 
     Args:
@@ -68,6 +67,8 @@ class EagleSession:
         RecipeError: tables do not fit the drafter.
     """
 
+    kept: ClassVar[dict[str, int]] = {"_keys": 2, "_values": 2, "_features": 0}
+
     @torch.no_grad()
     def __init__(
         self,
@@ -79,16 +80,10 @@ class EagleSession:
         max_length: int,
         confidence_temperatures: Sequence[float] | None = None,
     ) -> None:
-        config = self.config = drafter.config
         if confidence_temperatures is not None:
             raise RecipeError(f"{len(confidence_temperatures)} confidence temperatures for a drafter without a confidence head")
-        if config.reduced_vocab and draft_to_target is None:
-            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
-        if draft_to_target is not None and draft_to_target.shape != (config.draft_vocab_size,):
-            raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {config.draft_vocab_size}")
-        self.drafter, self.max_length, self.length = drafter, max_length, 0
-        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        self.draft_to_target = None if draft_to_target is None else draft_to_target.to(self.device)
+        config, self.drafter, self.dtype = drafter.config, drafter, drafter.fc.weight.dtype
+        super().__init__(config, drafter.fc.weight.device, draft_to_target, max_length, None)
         self._embed, self._head = embed.detach(), head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
         self._pack()
         self._cos, self._sin = drafter.rope.table(torch.arange(max_length + config.block_size, device=self.device), self.dtype)
@@ -103,18 +98,16 @@ class EagleSession:
         Raises:
             ResourceError: more positions than `max_length`.
         """
-        ids, n, start = torch.as_tensor(tokens, dtype=torch.long, device=self.device), aux.shape[0], self.length
+        ids, n = torch.as_tensor(tokens, dtype=torch.long, device=self.device), aux.shape[0]
         assert ids.shape[0] == n, "a token for every state"
         if n == 0:
             return
-        if start + n > self.max_length:
-            raise ResourceError(f"a drafting session for {self.max_length} positions was given {start + n}", mend="open the session with a higher max_length")
-        self._reserve(start + n + self.config.block_size)
-        self._features[start : start + n] = self.drafter.features(aux.to(self.device))
-        self.length = start + n
+        start, end = self.begin_observing(n)
+        self._features[start:end] = self.drafter.features(aux.to(self.device))
+        self.length = end
         first = max(start, 1)  # position 0 has no state before it, and so no pair
-        if first < start + n:
-            pairs = (self._embedded(ids[first - start :]), self._features[first - 1 : start + n - 1])
+        if first < end:
+            pairs = (self._embedded(ids[first - start :]), self._features[first - 1 : end - 1])
             self._run(pairs, first, keys_only=True)
 
     @torch.inference_mode()
@@ -127,24 +120,10 @@ class EagleSession:
             temperature: 0 is greedy; above, tokens are drawn from softmax(logits / temperature).
             generator: of the draws, on the drafter's device.
         """
-        if not 1 <= count <= self.config.num_drafts:
-            raise RecipeError(f"cannot draft {count} tokens with a drafter of {self.config.num_drafts} steps", mend=f"draft 1 to {self.config.num_drafts}")
+        self.begin_draft(count)
         if self.length == 0:
-            raise RecipeError("an EAGLE drafter needs a state before the anchor, but nothing was observed", mend="observe the prompt first")
-        self._reserve(self.length + self.config.block_size)
+            raise RecipeError("a drafter of pairs needs a state before the anchor, but nothing was observed", mend="observe the prompt first")
         return self._chain(anchor, count, temperature, generator)
-
-    def rewind(self, length: int) -> None:
-        """Forget all positions from `length` on."""
-        if not 0 <= length <= self.length:
-            raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
-        self.length = length
-
-    def expand(self, probs: Tensor) -> Tensor:
-        """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
-        if self.draft_to_target is None:
-            return probs
-        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
 
     def _pack(self) -> None:
         assert isinstance(self.drafter, EagleDrafter)
@@ -170,12 +149,11 @@ class EagleSession:
         """A target id from `[V_d]` logits, and the distribution it was drawn from (None when greedy)."""
         probs = None
         if temperature > 0:
-            probs = (logits.float() / temperature).softmax(-1)
-            # argmax(p / E) with E exponential is a draw from p.
-            choice = (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax()
+            probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+            choice = draw(probs, generator)
         else:
-            choice = logits.argmax()
-        return int(choice if self.draft_to_target is None else self.draft_to_target[choice]), probs
+            choice = int(logits.argmax())
+        return choice if self.draft_to_target is None else int(self.draft_to_target[choice]), probs
 
     def _embedded(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embed).to(self.dtype)
@@ -217,18 +195,3 @@ class EagleSession:
         query, key = torch.arange(start, start + n, device=self.device)[:, None], torch.arange(low, start + n, device=self.device)
         seen = key <= query
         return low, seen if window is None else seen & (query - key < window)
-
-    def _reserve(self, positions: int) -> None:
-        """Make room for this many positions, keeping what is there."""
-        room = self._keys.shape[2]
-        if positions <= room:
-            return
-        room = min(max(positions, 2 * room, _FIRST_CAPACITY), self.max_length + self.config.block_size)
-        for name in ("_keys", "_values"):
-            old: Tensor = getattr(self, name)
-            new = old.new_empty(old.shape[0], old.shape[1], room, old.shape[3])
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
-        features = self._features.new_empty(room, self._features.shape[1])
-        features[: self.length] = self._features[: self.length]
-        self._features = features

@@ -8,6 +8,7 @@ latents. That is the same sum in another order than training's, which `LatentDra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from firesteel.drafters.block import mask_token
 from firesteel.drafters.latent import LatentDrafter, LatentLayer
 from firesteel.drafters.pick import TokenPicker
 from firesteel.drafters.rows import Draft
-from firesteel.errors import RecipeError, ResourceError
+from firesteel.drafters.sequence import OneSequence
+from firesteel.errors import RecipeError
 from firesteel.kernels.packed import PackedLinear
 
 
-class LatentSession:
+class LatentSession(OneSequence):
     """Drafts for one sequence.
 
     Args:
@@ -36,6 +38,8 @@ class LatentSession:
         RecipeError: tables or temperatures do not fit the drafter.
     """
 
+    kept: ClassVar[dict[str, int]] = {"_cache": 1}
+
     @torch.no_grad()
     def __init__(
         self,
@@ -47,20 +51,13 @@ class LatentSession:
         max_length: int,
         confidence_temperatures: Sequence[float] | None = None,
     ) -> None:
-        config = self.config = drafter.config
         if draft_to_target is not None:
             raise RecipeError("a drafter with latent attention has the target's whole vocabulary", mend="leave out drafter.draft_vocab_size")
-        if confidence_temperatures is not None and len(confidence_temperatures) != config.num_drafts:
-            raise RecipeError(
-                f"{len(confidence_temperatures)} confidence temperatures for {config.num_drafts} drafted positions", mend="calibrate this drafter again"
-            )
-        self.drafter, self.draft_to_target = drafter, draft_to_target
-        self.device, self.dtype = drafter.context_proj.weight.device, drafter.context_proj.weight.dtype
-        self.max_length, self.length = max_length, 0
+        config, self.drafter, self.dtype = drafter.config, drafter, drafter.context_proj.weight.dtype
+        super().__init__(config, drafter.context_proj.weight.device, None, max_length, confidence_temperatures)
         self._layers = [layer for layer in drafter.layers if isinstance(layer, LatentLayer)]
         self._sizes = self._layers[0].self_attn.sizes
         self._cos, self._sin = drafter.rope.table(torch.arange(max_length + config.block_size, device=self.device), self.dtype)  # [P, 1, rope/2]
-        # Grows by what is observed; rewinding leaves what lies behind `length` to be overwritten.
         self._cache = torch.empty(config.num_layers, 0, self._sizes.latent, dtype=self.dtype, device=self.device)
         self._embed = embed.detach()
         packed = head if isinstance(head, PackedLinear) else PackedLinear(head.to(self.dtype))
@@ -73,12 +70,10 @@ class LatentSession:
         Raises:
             ResourceError: more positions than `max_length`.
         """
-        end = self.length + aux.shape[0]
-        if end > self.max_length:
-            raise ResourceError(f"a drafting session for {self.max_length} positions was given {end}", mend="open the session with a higher max_length")
+        start, end = self.begin_observing(aux.shape[0])
         context = self.drafter.context_norm(F.linear(aux.to(self.device, self.dtype), self.drafter.context_proj.weight))
-        new = torch.stack([self._latents(layer, context, self.length) for layer in self._layers])
-        self._cache = torch.cat([self._cache[:, : self.length], new], dim=1)
+        for layer, cache in zip(self._layers, self._cache, strict=True):
+            cache[start:end] = self._latents(layer, context, start)
         self.length = end
 
     @torch.inference_mode()
@@ -91,32 +86,24 @@ class LatentSession:
             temperature: 0 is greedy; above, tokens are drawn from softmax(logits / temperature).
             generator: of the draws, on the drafter's device.
         """
-        if not 1 <= count <= self.config.num_drafts:
-            raise RecipeError(f"cannot draft {count} tokens with a block of {self.config.block_size}", mend=f"draft 1 to {self.config.num_drafts}")
+        self.begin_draft(count)
         picked = self._picker.pick(self.states(anchor)[:count], anchor, temperature, generator)
         return Draft(picked.tokens, picked.probs, picked.confidences)
 
     @torch.inference_mode()
     def states(self, anchor: int) -> Tensor:
         """Final hidden states `[g, h]` of the block behind `anchor`."""
+        end = self.length + self.config.block_size
+        self.reserve(end)
         ids = torch.full((self.config.block_size,), mask_token(self.config), device=self.device)
         ids[0] = anchor
         x = F.embedding(ids, self._embed).to(self.dtype)
         for layer, cache in zip(self._layers, self._cache, strict=True):
             y = layer.input_layernorm(x)
-            x = x + self._attend(layer, y, torch.cat([cache[: self.length], self._latents(layer, y, self.length)]))
+            cache[self.length : end] = self._latents(layer, y, self.length)
+            x = x + self._attend(layer, y, cache[:end])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.drafter.final_norm(x)
-
-    def rewind(self, length: int) -> None:
-        """Forget all positions from `length` on."""
-        if not 0 <= length <= self.length:
-            raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
-        self.length = length
-
-    def expand(self, probs: Tensor) -> Tensor:
-        """`[n, V]` as it is: draft and target share their vocabulary."""
-        return probs
 
     def _table(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         return self._cos[start : start + count], self._sin[start : start + count]

@@ -8,6 +8,7 @@ Batch 1, inference only. Weights are packed once: keep a session, and `rewind(0)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,10 +19,8 @@ from firesteel.drafters.config import SLIDING
 from firesteel.drafters.layers import DraftLayer
 from firesteel.drafters.pick import Picker, TokenPicker
 from firesteel.drafters.rows import Draft
-from firesteel.errors import RecipeError, ResourceError
+from firesteel.drafters.sequence import OneSequence
 from firesteel.kernels.packed import PackedLinear
-
-_FIRST_CAPACITY = 512  # positions of context to make room for at first; doubled as needed
 
 # First position that any slot sees, and what each sees from there: `[rep * g, keys]` bool, or None for everything.
 Mask = tuple[int, Tensor | None]
@@ -41,7 +40,7 @@ class PackedLayer:
         self.gate, self.up, self.down = (PackedLinear(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
-class BlockSession:
+class BlockSession(OneSequence):
     """Drafts for one sequence.
 
     Args:
@@ -56,6 +55,8 @@ class BlockSession:
         RecipeError: tables or temperatures do not fit the drafter.
     """
 
+    kept: ClassVar[dict[str, int]] = {"_keys": 2, "_values": 2}
+
     @torch.no_grad()
     def __init__(
         self,
@@ -67,11 +68,8 @@ class BlockSession:
         max_length: int,
         confidence_temperatures: Sequence[float] | None = None,
     ) -> None:
-        config = self.config = drafter.config
-        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        self.max_length, self.length = max_length, 0
-        self._check(draft_to_target, confidence_temperatures)
-        self.draft_to_target = None if draft_to_target is None else draft_to_target.to(self.device)
+        config, self.dtype = drafter.config, drafter.fc.weight.dtype
+        super().__init__(config, drafter.fc.weight.device, draft_to_target, max_length, confidence_temperatures)
         self._eps, self._heads, self._kv, self._dim = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
         self._first = 0 if config.sample_from_anchor else 1
         self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
@@ -104,11 +102,8 @@ class BlockSession:
         Raises:
             ResourceError: more positions than `max_length`.
         """
-        n, start = aux.shape[0], self.length
-        end = start + n
-        if end > self.max_length:
-            raise ResourceError(f"a drafting session for {self.max_length} positions was given {end}", mend="open the session with a higher max_length")
-        self._reserve(end + self.config.block_size)
+        n = aux.shape[0]
+        start, end = self.begin_observing(n)
         features = F.rms_norm(self._fc(aux.to(self.device, self.dtype)), self._hidden_norm.shape, self._hidden_norm, self._eps)
         both = self._context_kv(features).view(n, self.config.num_layers, 2, self._kv, self._dim)
         keys = F.rms_norm(both[:, :, 0], (self._dim,), None, self._eps) * self._k_norms
@@ -127,8 +122,7 @@ class BlockSession:
             temperature: 0 is greedy; above, tokens are drawn from softmax(logits / temperature).
             generator: of the draws, on the drafter's device.
         """
-        if not 1 <= count <= self.config.num_drafts:
-            raise RecipeError(f"cannot draft {count} tokens with a block of {self.config.block_size}", mend=f"draft 1 to {self.config.num_drafts}")
+        self.begin_draft(count)
         z = self.states(anchor)[self._first : self._first + count]
         picked = self._picker.pick(z, anchor, temperature, generator)
         return Draft(picked.tokens, picked.probs, picked.confidences)
@@ -136,7 +130,7 @@ class BlockSession:
     @torch.inference_mode()
     def states(self, anchor: int) -> Tensor:
         """Final hidden states `[g, h]` of the block behind `anchor`."""
-        self._reserve(self.length + self.config.block_size)
+        self.reserve(self.length + self.config.block_size)
         masks = {windowed: self._mask(windowed) for windowed in {layer.windowed for layer in self._layers}}
         x = self._inputs.clone()
         x[0] = self._embed[anchor]
@@ -167,18 +161,6 @@ class BlockSession:
         mixed = F.scaled_dot_product_attention(q, self._keys[None, i, :, low:end], self._values[None, i, :, low:end], attn_mask=seen)
         return mixed.reshape(self._heads, g, self._dim).transpose(0, 1).reshape(g, -1)
 
-    def rewind(self, length: int) -> None:
-        """Forget all positions from `length` on."""
-        if not 0 <= length <= self.length:
-            raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
-        self.length = length
-
-    def expand(self, probs: Tensor) -> Tensor:
-        """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
-        if self.draft_to_target is None:
-            return probs
-        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
-
     def _mask(self, windowed: bool) -> Mask:
         """First position that any slot sees, and what each sees from there: None for everything, or `[rep * g, keys]` bool."""
         g, start = self.config.block_size, self.length
@@ -196,24 +178,3 @@ class BlockSession:
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + x.roll(self._dim // 2, dims=-1) * sin
-
-    def _reserve(self, positions: int) -> None:
-        """Make room for this many positions, keeping what is there."""
-        room = self._keys.shape[2]
-        if positions <= room:
-            return
-        room = min(max(positions, 2 * room, _FIRST_CAPACITY), self.max_length + self.config.block_size)
-        for name in ("_keys", "_values"):
-            old: Tensor = getattr(self, name)
-            new = old.new_empty(old.shape[0], old.shape[1], room, old.shape[3])
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
-
-    def _check(self, draft_to_target: Tensor | None, temperatures: Sequence[float] | None) -> None:
-        c = self.config
-        if c.reduced_vocab and draft_to_target is None:
-            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
-        if draft_to_target is not None and draft_to_target.shape != (c.draft_vocab_size,):
-            raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {c.draft_vocab_size}")
-        if temperatures is not None and len(temperatures) != c.num_drafts:
-            raise RecipeError(f"{len(temperatures)} confidence temperatures for {c.num_drafts} drafted positions", mend="calibrate this drafter again")

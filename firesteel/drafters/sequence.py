@@ -1,0 +1,92 @@
+"""OneSequence: what the decoding sessions of all built-in algorithms share, and how a token is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from firesteel.drafters.config import DraftConfig
+from firesteel.errors import RecipeError, ResourceError
+
+_FIRST_CAPACITY = 512  # positions to make room for at first; doubled as needed
+
+
+class OneSequence:
+    """Length, limits and room of a session for one sequence, and the way from draft ids to target ids.
+
+    `kept` names the tensors that hold something of every position, with their axis of positions. Behind `length` they hold what a draft
+    or a rewind left there; whoever comes next overwrites it.
+
+    Raises:
+        RecipeError: tables or temperatures do not fit the drafter.
+    """
+
+    kept: ClassVar[dict[str, int]] = {}
+
+    def __init__(
+        self, config: DraftConfig, device: torch.device, draft_to_target: Tensor | None, max_length: int, temperatures: Sequence[float] | None
+    ) -> None:
+        if config.reduced_vocab and draft_to_target is None:
+            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
+        if draft_to_target is not None and draft_to_target.shape != (config.draft_vocab_size,):
+            raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {config.draft_vocab_size}")
+        if temperatures is not None and len(temperatures) != config.num_drafts:
+            raise RecipeError(f"{len(temperatures)} confidence temperatures for {config.num_drafts} drafted positions", mend="calibrate this drafter again")
+        self.config, self.device, self.max_length, self.length = config, device, max_length, 0
+        self.draft_to_target = None if draft_to_target is None else draft_to_target.to(device)
+        self._room = 0
+
+    def rewind(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        if not 0 <= length <= self.length:
+            raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
+        self.length = length
+
+    def expand(self, probs: Tensor) -> Tensor:
+        """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
+        if self.draft_to_target is None:
+            return probs
+        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
+
+    def begin_observing(self, count: int) -> tuple[int, int]:
+        """First and end of the next `count` positions, for which, and a block behind them, there is room.
+
+        Raises:
+            ResourceError: more positions than `max_length`.
+        """
+        start, end = self.length, self.length + count
+        if end > self.max_length:
+            raise ResourceError(f"a drafting session for {self.max_length} positions was given {end}", mend="open the session with a higher max_length")
+        self.reserve(end + self.config.block_size)
+        return start, end
+
+    def begin_draft(self, count: int) -> None:
+        """Make room for a block.
+
+        Raises:
+            RecipeError: `count` tokens cannot be drafted.
+        """
+        most = self.config.num_drafts
+        if not 1 <= count <= most:
+            raise RecipeError(f"cannot draft {count} tokens with a block of {self.config.block_size} slots", mend=f"draft 1 to {most}")
+        self.reserve(self.length + self.config.block_size)
+
+    def reserve(self, positions: int) -> None:
+        """Make room for this many positions in all that is `kept`."""
+        if positions <= self._room:
+            return
+        self._room = min(max(positions, 2 * self._room, _FIRST_CAPACITY), self.max_length + self.config.block_size)
+        for name, axis in self.kept.items():
+            old: Tensor = getattr(self, name)
+            new = old.new_empty(*old.shape[:axis], self._room, *old.shape[axis + 1 :])
+            new.narrow(axis, 0, self.length).copy_(old.narrow(axis, 0, self.length))
+            setattr(self, name, new)
+
+
+def draw(probs: Tensor, generator: torch.Generator | None) -> int:
+    """A draw from a distribution `[V]`, by an exponential race: argmax of p / E with E exponential; never what has probability zero."""
+    race = torch.empty_like(probs).exponential_(generator=generator)
+    return int((probs / race.clamp_(min=torch.finfo(probs.dtype).tiny)).argmax())

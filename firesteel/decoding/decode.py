@@ -172,7 +172,8 @@ def decode_speculative(
         done.rounds.append(Round(keep, min(verdict.accepted, len(done.tokens) - before), draft.confidences))
         verified = time.perf_counter()
         if not ended:
-            policy.learn([request], [said], [keep], [verdict.accepted])
+            # No seconds: they differ from run to run, and the same seed shall write the same text.
+            policy.learn([request], [said], [keep], [verdict.accepted], None)
             target.rewind(start + 1 + verdict.accepted)
             unseen.add([token, *tokens[: verdict.accepted]], step.aux[: 1 + verdict.accepted])
             if count:

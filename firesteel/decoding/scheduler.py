@@ -26,7 +26,8 @@ from firesteel.errors import VerificationError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 StepsPerSecond = Callable[[Ints], Floats]
-Survival = Sequence[Sequence[float]]
+# Survivals of each request's drafts: rows that may differ in length, or an array `[R, g]` with NaN where there is no draft.
+Survival = Sequence[Sequence[float]] | Floats
 # Seconds of steps, by tokens to run and requests that were drafted for.
 StepSeconds = Callable[[Ints, Ints], Floats]
 
@@ -92,16 +93,24 @@ def _in_order(survival: Survival) -> tuple[Ints, Floats]:
 
     As survival does not rise along a request, this is the order in which one would take them without knowing what comes later.
     """
-    count, depth = len(survival), max((len(row) for row in survival), default=0)
-    table = np.full((depth, count), -1.0)
-    for r, row in enumerate(survival):
-        table[: len(row), r] = row
-    there = np.arange(depth)[:, None] < np.array([len(row) for row in survival], dtype=np.int64)
-    if (np.diff(table, axis=0) > 0).any() or not ((table[there] >= 0) & (table[there] <= 1)).all():
+    table = survival if isinstance(survival, np.ndarray) else _table(survival)
+    # Absent drafts are sorted behind all others.
+    flat = np.where(np.isnan(table), -1.0, table).T.ravel()
+    order = np.argsort(-flat, kind="stable")[: int((~np.isnan(table)).sum())]
+    gains = flat[order]
+    rising = (np.diff(np.where(np.isnan(table), -1.0, table), axis=1) > 0).any()
+    if rising or (gains.size and not (gains[0] <= 1 and gains[-1] >= 0)):
         raise VerificationError("survival must be probabilities that never rise along a request's drafts", mend="pass products of confidences in [0, 1]")
-    flat = table.ravel()
-    order = np.argsort(-flat, kind="stable")[: int(there.sum())]
-    return order % max(1, count), flat[order]
+    return order % max(1, len(table)), gains
+
+
+def _table(survival: Sequence[Sequence[float]]) -> Floats:
+    table = np.full((len(survival), max((len(row) for row in survival), default=0)), np.nan)
+    for r, row in enumerate(survival):
+        if any(a != a for a in row):
+            raise VerificationError("survival must be numbers that never rise", mend="pass products of confidences in [0, 1]")
+        table[r, : len(row)] = row
+    return table
 
 
 def _tokens_per_second(requests: int, gains: Floats, steps_per_second: StepsPerSecond) -> Floats:

@@ -52,11 +52,15 @@ def run(line: Line) -> None:
             mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, or fewer prompts",
         )
     if recipe.target.engine == "vllm":
-        for text in check_servers(line):
-            say(f"server {text}")
-    prefill, step = _pace(line)
-    say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
-    say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
+        served = check_servers(line)
+        for url, pace in served.items():
+            say(f"server {url}: {pace:.0f} tokens/s with states, one document at a time, by {recipe.hidden.transport}")
+        say(f"states: up to {tokens / sum(served.values()) / 60:.1f} min")
+    if "local" in (recipe.target.engine, recipe.responses.engine):
+        prefill, step = _pace(line)
+        if recipe.target.engine == "local":
+            say(f"forward pass: {prefill:.0f} tokens/s; states: up to {tokens / prefill / 60:.1f} min")
+        say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
     for name, count in drafters.items():
         say(f"{name}: {count:,} trainable parameters")
     arms = len(drafters)

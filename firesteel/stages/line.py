@@ -15,6 +15,7 @@ from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, o
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
+from firesteel.target.front import load_front
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.target.native import read_native
 from firesteel.target.session import TargetSession
@@ -63,10 +64,15 @@ class Line:
     @cached_property
     def target(self) -> LocalTarget:
         started = time.monotonic()
-        target = load_target(self.recipe.target)
+        # With servers for its layers its ends are enough, as long as nobody here decodes with it.
+        front = load_front(self.recipe.target) if self.recipe.target.engine == "vllm" else None
+        target = front or load_target(self.recipe.target)
         spec = get_spec(self.recipe.drafter.algorithm)
         spec.fits(self.recipe.drafter, target.text_config, lambda: read_native(self.recipe.target, spec.stitch))
-        self.screen.say(f"target {target.spec.name}: {target.spec.architecture}, {target.spec.num_layers} layers, loaded in {time.monotonic() - started:.1f} s")
+        loaded = "its ends loaded" if front is not None else "loaded"
+        self.screen.say(
+            f"target {target.spec.name}: {target.spec.architecture}, {target.spec.num_layers} layers, {loaded} in {time.monotonic() - started:.1f} s"
+        )
         return target
 
     @cached_property

@@ -23,6 +23,8 @@ from firesteel.target.loading import resolve_target
 from firesteel.target.server import check_length, exchange_config, server_url
 from firesteel.target.vllm import VllmStates
 
+_PROBE = 512  # tokens of a sample that a server is tried with
+
 
 def servers(line: Line) -> list[str]:
     """The servers that capture: `target.endpoints`, or the one that `extract-server` starts for this recipe."""
@@ -58,23 +60,25 @@ def open_states(line: Line) -> VllmStates:
     )
 
 
-def check_servers(line: Line) -> list[str]:
-    """Fetch one short sample from every server; what to say of each.
+def check_servers(line: Line) -> dict[str, float]:
+    """Fetch two samples from every server; the tokens per second of the second one, by server.
 
     Raises:
         FiresteelError: one of them cannot be used; the message names it.
     """
-    states, said = open_states(line), []
+    states, paces = open_states(line), {}
+    length, vocab = min(line.recipe.hidden.max_length, _PROBE), line.target.spec.vocab_size
     with asyncio.Runner() as runner:
         try:
             for url in servers(line):
-                started = time.perf_counter()
-                sample = runner.run(states.fetch(url, list(range(16)), [True] * 16, "check"))
-                said.append(f"{url}: {len(sample)} tokens with states in {time.perf_counter() - started:.2f} s, by {line.recipe.hidden.transport}")
+                for first in (0, 1):  # another beginning, so that no cached prefix flatters
+                    started = time.perf_counter()
+                    runner.run(states.fetch(url, [(i + first) % vocab for i in range(length)], [True] * length, "check"))
+                paces[url] = length / (time.perf_counter() - started)
         finally:
             runner.run(states.close())
             states.exchange.close()
-    return said
+    return paces
 
 
 def captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:

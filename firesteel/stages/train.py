@@ -24,7 +24,6 @@ from firesteel.stages.configure import algorithms, begin_as_target, configure, s
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key
-from firesteel.target.spec import weights_checksum
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
 from firesteel.training.loop import TrainJob, run_validation, train
@@ -128,7 +127,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
     settings = recipe.drafter_of(algorithm)
     vocab = draft_vocab(line, hidden, settings.draft_vocab_size)
     config, warm = configure(line, algorithm)
-    frozen = weights_checksum(target.model)
+    frozen = target.checksum()
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
         def on_step(values: dict[str, Any]) -> None:
@@ -148,7 +147,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
             result = train(job)
         finally:
             job.source.close()
-    if weights_checksum(target.model) != frozen:
+    if target.checksum() != frozen:
         raise TrainingError("the target's weights changed while the drafter was trained", mend="this is a bug of Firesteel: please report it with the recipe")
     job.drafter.load_state_dict(load_best(writer.path))
     best = run_validation(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -76,6 +77,17 @@ def load_model(path: str, settings: recipes.Target) -> Any:
             model(torch.tensor([[0, 1]], device=device), use_cache=False)
     elif settings.dtype == "float32":
         model.float()  # experts unpacked from MXFP4 come in bfloat16
+    return model
+
+
+def load_empty(path: str, settings: recipes.Target) -> Any:
+    """The causal model with its shapes and none of its weights."""
+    kind = _auto_class(path, settings)
+    config = transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code)
+    with contextlib.suppress(OSError):  # as loading it does: without one the config's own holds
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, revision=settings.revision)
     return model
 
 

@@ -14,7 +14,7 @@ from firesteel import recipe as recipes
 from firesteel.errors import RecipeError
 from firesteel.target.head import TargetHead, decoder, final_norm, make_head
 from firesteel.target.loading import eos_ids, load_model, load_tokenizer, resolve_target
-from firesteel.target.spec import TargetSpec, check_layer_ids, default_layer_ids, read_spec
+from firesteel.target.spec import TargetSpec, check_layer_ids, default_layer_ids, read_spec, weights_checksum
 
 
 @dataclass
@@ -57,6 +57,10 @@ class LocalTarget:
         offset = self._norm_offset()
         states = [layer.state_dict() for layer in self.layers[first : first + count]]
         return [{n: t + offset if n.endswith("norm.weight") else t for n, t in state.items()} for state in states]
+
+    def checksum(self) -> str:
+        """Hash over every bit of the weights in memory."""
+        return weights_checksum(self.model)
 
     def _norm_offset(self) -> float:
         if self.spec.norm_offset is None:

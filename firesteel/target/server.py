@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -26,6 +27,7 @@ from firesteel.errors import RecipeError, ResourceError, TargetError
 # vLLM writes no states for a sequence that comes within a token of its longest length, and generates one more.
 SPARE = 8
 _CPU_CACHE_GIB = "4"
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class ServerPlan:
     env: dict[str, str]
     url: str
     master: list[str] = field(default_factory=list)
+    setting: str = "target.vllm"  # where the recipe describes the server
 
     def shell(self) -> str:
         """As a user would type it."""
@@ -188,7 +191,7 @@ class Server:
                 pass
             if time.monotonic() > deadline:
                 raise TargetError(
-                    f"the vLLM server gave no sign of life within {self.timeout:g} s", mend=f"look at {self.log}, or raise target.vllm.start_timeout"
+                    f"the vLLM server gave no sign of life within {self.timeout:g} s", mend=f"look at {self.log}, or raise {self.plan.setting}.start_timeout"
                 )
             time.sleep(0.3)
 
@@ -197,7 +200,7 @@ class Server:
         url = httpx.URL(self.plan.url)
         with contextlib.suppress(OSError):
             socket.create_connection((url.host, url.port or 80), timeout=2).close()
-            raise TargetError(f"something listens at {self.plan.url} already", mend="set target.vllm.port to a free one, or stop what runs there")
+            raise TargetError(f"something listens at {self.plan.url} already", mend=f"set {self.plan.setting}.port to a free one, or stop what runs there")
 
     def _spawn(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
         try:
@@ -225,10 +228,10 @@ def _alive(group: int) -> bool:
 
 
 def _last_error(log: Path) -> str:
-    """The line of a log that says most: the last error, else the last line."""
+    """What a log says most clearly: its last exception (vLLM's own last one only points at the cause before it), else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-    return (errors or lines or ["it said nothing"])[-1][-400:]
+    causes = [found.group() for line in lines if "WARNING" not in line and (found := _EXCEPTION.search(line)) and "See root cause" not in line]
+    return (causes or lines or ["it said nothing"])[-1][-400:]
 
 
 def _python(name: str | None) -> str:

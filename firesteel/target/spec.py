@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,8 +72,8 @@ class TargetSpec:
         return asdict(self)
 
 
-def read_spec(model: Any, name: str, eos_ids: tuple[int, ...]) -> TargetSpec:
-    """Read the facts from a loaded Transformers model.
+def read_spec(model: Any, name: str, eos_ids: tuple[int, ...], mark: str | None = None) -> TargetSpec:
+    """Read the facts from a loaded Transformers model; `mark` is its fingerprint where its layers are not loaded.
 
     Raises:
         TargetError: the config lacks something a drafter needs.
@@ -103,7 +104,7 @@ def read_spec(model: Any, name: str, eos_ids: tuple[int, ...]) -> TargetSpec:
             softcap=_softcap(model, config),
             logit_scale=_logit_scale(config),
             eos_ids=eos_ids,
-            fingerprint=fingerprint(model),
+            fingerprint=fingerprint(model) if mark is None else mark,
             embed_scale=_embed_scale(model, config),
             norm_offset=norm_offset(final_norm(model)),
             layer_types=_layer_types(model, config),
@@ -114,13 +115,17 @@ def read_spec(model: Any, name: str, eos_ids: tuple[int, ...]) -> TargetSpec:
         ) from None
 
 
-def fingerprint(model: Any) -> str:
-    """Short hash of a model: its config, names and shapes of its parameters and lasting buffers, and values sampled from every one of them."""
+def fingerprint(model: Any, read: Callable[[str], Tensor] | None = None) -> str:
+    """Short hash of a model: its config, names and shapes of its parameters and lasting buffers, and values sampled from every one of them.
+
+    Args:
+        read: gives a tensor by its name, for a model that is not loaded.
+    """
     digest = hashlib.sha256()
     config = {k: v for k, v in model.config.get_text_config().to_dict().items() if k not in _PRIVATE_KEYS}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in _weights(model):
-        flat = parameter.detach().flatten()
+        flat = (parameter if read is None else read(name)).detach().flatten()
         picks = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).long()
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(flat[picks.to(flat.device)].float().cpu().numpy().tobytes())

@@ -123,6 +123,16 @@ def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> No
     dies = ServerPlan([sys.executable, "-c", "print('starting'); raise ValueError('no room on the device')"], {}, url)
     with pytest.raises(TargetError, match="ended with code 1: ValueError: no room on the device"), Server(dies, tmp_path, 30):
         pass
+    # As vLLM ends: the cause stands in the engine's lines, the last ones only point there.
+    (tmp_path / "log.py").write_text(
+        "print('(APIServer) WARNING can cause fd limit errors like `OSError: [Errno 24] Too many open files`.')\n"
+        "print('(Worker pid=1) ERROR 11-30 [x.py:95]     raise RuntimeError(')\n"
+        "print('(Worker pid=1) ERROR 11-30 [x.py:95] RuntimeError: Model does not support EAGLE3 interface')\n"
+        "raise RuntimeError('Engine core initialization failed. See root cause above. Failed core proc(s): {}')\n"
+    )
+    points = ServerPlan([sys.executable, str(tmp_path / "log.py")], {}, url)
+    with pytest.raises(TargetError, match="ended with code 1: RuntimeError: Model does not support EAGLE3 interface"), Server(points, tmp_path, 30):
+        pass
     hangs = ServerPlan([sys.executable, "-c", "import time; time.sleep(60)"], {}, url)
     with pytest.raises(TargetError, match=r"no sign of life within 0\.5 s"), Server(hangs, tmp_path, 0.5):
         pass

@@ -79,7 +79,7 @@ def load(folder: Path, *, said: Mapping[str, Any] | None = None) -> LoadedDraft:
         own = {HEAD: Key((config.draft_vocab_size, config.hidden_size)), EMBED: Key((config.vocab_size, config.hidden_size))}
         keys |= {name: key for name, key in own.items() if name in tensors}
     check_tensors(tensors, keys, what=str(weights))
-    dtype = described.dtype or tensors["fc.weight"].dtype
+    dtype = described.dtype or next(tensors[name].dtype for name, key in keys.items() if key.kind == "weight")
     _check_values(tensors, keys, dtype, foreign=contract is None, where=str(weights))
     target_ids = _target_ids(tensors, config, str(weights)) if config.reduced_vocab else None
     return LoadedDraft(

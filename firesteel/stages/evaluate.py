@@ -22,7 +22,6 @@ from firesteel.artifact import Artifact, ArtifactWriter, package_versions
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
 from firesteel.decoding.lengths import StepCosts, best_length, measure_costs
-from firesteel.errors import DataError
 from firesteel.evaluation.acceptance import position_rates
 from firesteel.evaluation.html import write_report
 from firesteel.evaluation.machine import machine_facts
@@ -89,15 +88,17 @@ class _Evaluation:
             ]
             for s in self.settings.extra
         }
-        costs, lengths = self._costs(runtime, [r for r in requests if r.drafter == name], chosen)
-        best = lengths[name] if lengths else None
-        speeds = self._speeds(runtimes, chosen, best) if best is not None else []
+        # Each drafter at the length that pays best for it: a chain's drafts cost more the more there are, a block's do not.
+        timed = runtimes if self.settings.speed_prompts else {}
+        measured = {n: self._costs(r, n, [q for q in requests if q.drafter == n], chosen) for n, r in timed.items()}
+        lengths = {n: tokens for n, (_, tokens) in measured.items()}
+        speeds = self._speeds(runtimes, chosen, lengths) if lengths else []
         report = build_report(
             run=self._facts(name),
             requests=requests,
             speeds=speeds,
-            draft_lengths={} if best is None else {n: min(best, r.num_drafts) for n, r in runtimes.items()},
-            costs=costs,
+            draft_lengths=lengths,
+            costs=measured[name][0] if measured else [],
             calibration=_calibration(calibration),
             thresholds=self.settings.confidence_thresholds,
             extra=extra,
@@ -154,24 +155,19 @@ class _Evaluation:
             generator=generator,
         )
 
-    def _costs(self, runtime: Runtime, requests: Sequence[RequestRecord], prompts: Sequence[Prompt]) -> tuple[list[Cost], dict[str, int]]:
-        """Milliseconds per verification length, and the length that they favour."""
-        if self.settings.speed_prompts == 0:
-            return [], {}
-        wanted = self.settings.draft_lengths or [n for n in _ALL_LENGTHS if n <= runtime.num_drafts]
-        too_long = [n for n in wanted if n > runtime.num_drafts]
-        if too_long:
-            raise DataError(f"evaluate.draft_lengths has {too_long[0]}, a block drafts {runtime.num_drafts} tokens", mend="leave evaluate.draft_lengths empty")
+    def _costs(self, runtime: Runtime, name: str, requests: Sequence[RequestRecord], prompts: Sequence[Prompt]) -> tuple[list[Cost], int]:
+        """Milliseconds per verification length, and the length that they favour. Of lengths that the recipe names a drafter tries those that it can draft."""
+        wanted = [n for n in self.settings.draft_lengths or _ALL_LENGTHS if n <= runtime.num_drafts] or [runtime.num_drafts]
         prompt_ids = encode_prompt(self.line.target.tokenizer, prompts[0].history([]), prompts[0].tools, where=prompts[0].where)
         measured: StepCosts = measure_costs(runtime.target, runtime.session, prompt_ids, wanted, repeats=_COST_REPEATS)
         rates = [p.rate or 0.0 for p in position_rates(requests).unconditional]
         choice = best_length(measured, rates + [0.0] * (runtime.num_drafts - len(rates)))
-        self.line.screen.say(f"evaluate: {choice.tokens} drafts per round pay best here (expected {choice.speedup:.2f} times plain decoding)")
+        self.line.screen.say(f"evaluate: {name}: {choice.tokens} drafts per round pay best here (expected {choice.speedup:.2f} times plain decoding)")
         rows = [Cost(length=0, verify_ms=measured.plain_ms, draft_ms=None)]
         rows += [Cost(length=n, verify_ms=measured.verify_ms[n], draft_ms=measured.draft_ms[n]) for n in wanted]
-        return rows, {self.line.recipe.drafter.algorithm: choice.tokens}
+        return rows, choice.tokens
 
-    def _speeds(self, runtimes: dict[str, Runtime], prompts: Sequence[Prompt], length: int) -> list[SpeedRecord]:
+    def _speeds(self, runtimes: dict[str, Runtime], prompts: Sequence[Prompt], lengths: dict[str, int]) -> list[SpeedRecord]:
         """Plain and drafted decoding of the same prompts in alternation, greedily."""
         path = self.writer / _SPEEDS
         path.unlink(missing_ok=True)  # a half measured under another load is not continued
@@ -183,10 +179,10 @@ class _Evaluation:
                 for number, prompt in enumerate(chosen):
                     ids = encode_prompt(self.line.target.tokenizer, prompt.history([]), prompt.tools, where=prompt.where)
                     arms: list[tuple[str, Callable[[], Decoded]]] = [(PLAIN, lambda ids=ids: self._plain(runtimes, ids))]  # type: ignore[misc]
-                    arms += [(n, lambda r=r, ids=ids: self._speculative(r, ids, min(length, r.num_drafts), 0.0, None)) for n, r in runtimes.items()]  # type: ignore[misc]
+                    arms += [(n, lambda n=n, r=r, ids=ids: self._speculative(r, ids, lengths[n], 0.0, None)) for n, r in runtimes.items()]  # type: ignore[misc]
                     found = {name: work() for name, work in (arms if (repeat + number) % 2 == 0 else arms[::-1])}
                     differing += sum(d.tokens != found[PLAIN].tokens for d in found.values())
-                    records += [_speed(prompt, name, repeat, 0 if name == PLAIN else min(length, runtimes[name].num_drafts), d) for name, d in found.items()]
+                    records += [_speed(prompt, name, repeat, lengths.get(name, 0), d) for name, d in found.items()]
                     bar.advance()
         if differing:
             self.line.screen.warn(f"evaluate: {differing} drafted answers differ from plain decoding (rounding decides ties in float arithmetic)")

@@ -185,10 +185,10 @@ class Drafter(Section):
     )
     num_layers: int = Field(2, description="Decoder layers of the drafter.", ge=1)
     block_size: int = Field(8, description="Slots of a block (with sample_from_anchor each is a drafted token).", ge=2)
-    intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.")
-    num_heads: int | None = Field(None, description="Attention heads; empty takes the target's.")
-    num_kv_heads: int | None = Field(None, description="Key/value heads; empty takes the target's.")
-    head_dim: int | None = Field(None, description="Width of a head; empty takes the target's.")
+    intermediate_size: int | None = Field(None, description="Width of the MLP; empty takes the target's.", ge=1)
+    num_heads: int | None = Field(None, description="Attention heads; empty takes the target's.", ge=1)
+    num_kv_heads: int | None = Field(None, description="Key/value heads; empty takes the target's.", ge=1)
+    head_dim: int | None = Field(None, description="Width of a head; empty takes the target's.", ge=1)
     attention: Literal["full", "sliding", "mixed"] = Field(
         "full", description="Context attention of the layers; `mixed`: the last layer is full, the others slide."
     )
@@ -271,7 +271,7 @@ class Calibrate(Section):
 class Package(Section):
     tolerance: float = Field(0.2, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
     proof_prompts: int = Field(8, description="Held-out prompts that the exported folder decodes as proof.", ge=1)
-    speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes the one that measured costs favour.", ge=1)
+    speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes all that the drafter drafts in a round.", ge=1)
 
 
 class ExtraSet(Section):

@@ -35,6 +35,7 @@ from firesteel.recipe_sections import (  # noqa: F401 - others take them from he
     Responders,
     Responses,
     Section,
+    Serve,
     Source,
     Target,
     Train,
@@ -58,6 +59,7 @@ class Recipe(Section):
     calibrate: Calibrate = Field(default_factory=Calibrate, description="How confidences are calibrated.")
     package: Package = Field(default_factory=Package, description="How the checkpoint is exported and proven.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured and reported.")
+    serve: Serve = Field(default_factory=Serve, description="How target and drafter are served.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -116,9 +118,18 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(data, dict):
         raise RecipeError(f"{path} must hold a mapping of sections, not a {type(data).__name__}")
     data.setdefault("name", path.stem)
+    return recipe_from_dict(replace_settings(data, overrides), origin=str(path))
+
+
+def replace_settings(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A recipe as a mapping, with `section.key=value` applied in place.
+
+    Raises:
+        RecipeError: an override is not of that shape.
+    """
     for text in overrides:
         _apply(data, text)
-    return recipe_from_dict(data, origin=str(path))
+    return data
 
 
 def recipe_from_dict(data: dict[str, Any], *, origin: str = "recipe") -> Recipe:

@@ -296,3 +296,21 @@ class Evaluate(Section):
     confidence_thresholds: list[float] = Field(
         default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], description="Thresholds of the sweep."
     )
+
+
+class Serve(Section):
+    engine: Literal["vllm"] = Field("vllm", description="Who serves target and drafter.")
+    python: str | None = Field(None, description="Python of the environment that has vLLM; empty takes target.vllm.python, and without that Firesteel's own.")
+    host: str = Field("127.0.0.1", description="Address at which the server listens.")
+    port: int = Field(8000, description="Port at which it listens.", ge=1, le=65535)
+    tokens: int | None = Field(None, description="Drafted tokens per round; empty takes what the checkpoint's contract says.", ge=1)
+    max_model_len: int | None = Field(None, description="Longest sequence; empty leaves it to vLLM, which takes the target's.", ge=16)
+    tensor_parallel: int = Field(1, description="Devices over which vLLM spreads the target.", ge=1)
+    nodes: int = Field(1, description="Machines over which it is spread; with more than one the commands are printed, not run.", ge=1)
+    args: list[str] = Field(default_factory=list, description="Further arguments for vLLM.")
+    start_timeout: float = Field(1800.0, description="Seconds until a started server must answer.", gt=0)
+    prompts: int = Field(8, description="Held-out prompts that the smoke check sends.", ge=1)
+    request_timeout: float = Field(600.0, description="Seconds that one answer of the smoke check may take.", gt=0)
+    tolerance: float = Field(
+        0.1, description="Largest relative shortfall of the drafted tokens accepted per round, as the server counts them, against what was measured.", gt=0
+    )

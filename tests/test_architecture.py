@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"drafters", "target"},
     "package": {"drafters", "target.spec"},
     "evaluation": {"decoding", "package", "prompts"},
-    "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation"},
+    "serving": {"target.server"},
+    "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving"},
     "cli": {"stages"},
 }
 # Heavy or optional packages and the only rooms that may import them.
@@ -48,7 +49,7 @@ ONLY_IN = {
     "rich": {"cli"},
     "vllm": {"inside_vllm"},
     "mooncake": {"hidden"},
-    "httpx": {"target", "responses"},
+    "httpx": {"target", "responses", "serving"},
 }
 LONGEST = 400
 

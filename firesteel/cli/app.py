@@ -189,5 +189,17 @@ def stitch(
     _call("firesteel.cli.runner", "stitch", folder, target, out)
 
 
+@app.command()
+def serve(
+    what: Annotated[str, typer.Argument(metavar="RECIPE_OR_FOLDER", help="A recipe whose drafter is packaged, or a packaged folder.")],
+    overrides: Overrides = None,
+    engine: Annotated[str, typer.Option(help="Who serves: vllm.")] = "vllm",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the production commands.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Only start the server, check it and stop it.")] = False,
+) -> None:
+    """Serve target and drafter with vLLM, after a check that the server accepts what was measured."""
+    _call("firesteel.cli.runner", "serve_drafter", what, [*(overrides or []), f"serve.engine={engine}"], dry_run, smoke)
+
+
 if __name__ == "__main__":
     main()

@@ -13,8 +13,8 @@ import transformers
 
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
-from firesteel.recipe import Recipe, recipe_from_dict
-from firesteel.stages import calibrate, check, evaluate, extract, extract_server, package, prompts, respond, train
+from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_settings
+from firesteel.stages import calibrate, check, evaluate, extract, extract_server, package, prompts, respond, serve, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
@@ -49,6 +49,14 @@ def serve_states(recipe: Recipe, dry_run: bool) -> None:
     """A vLLM server that captures, until it is stopped."""
     _quiet()
     extract_server.run(Line(recipe, ConsoleScreen()), dry_run=dry_run)
+
+
+def serve_drafter(what: str, overrides: list[str], dry_run: bool, smoke: bool) -> None:
+    """Target and drafter by a real server, of a recipe or of a packaged folder."""
+    _quiet()
+    folder = Path(what) if (Path(what) / "config.json").is_file() else None
+    recipe = load_recipe(what, overrides) if folder is None else recipe_from_dict(replace_settings(serve.recipe_settings(folder), overrides))
+    serve.run(Line(recipe, ConsoleScreen()), folder, dry_run=dry_run, smoke=smoke)
 
 
 def run_line(line: Line) -> None:

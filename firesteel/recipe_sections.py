@@ -283,6 +283,9 @@ class ExtraSet(Section):
 class Evaluate(Section):
     max_new_tokens: int = Field(128, description="Longest generated answer, in tokens.", ge=1)
     temperatures: list[float] = Field(default_factory=lambda: [0.0], description="Temperatures to measure acceptance at; the first is the headline.")
+    rejection: Literal["token", "block"] = Field(
+        "token", description="How drafts are verified above temperature 0: one by one, or as a block, which accepts more; answers have the same distribution."
+    )
     prompts_per_domain: int | None = Field(None, description="Held-out prompts per domain; empty takes all.", ge=1)
     speed_prompts: int = Field(9, description="Prompts on which speed is measured, in alternation with plain decoding.", ge=0)
     speed_repeats: int = Field(2, description="Repeats of the speed measurement.", ge=1)

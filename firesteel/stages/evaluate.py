@@ -153,6 +153,7 @@ class _Evaluation:
             eos_ids=self.eos,
             temperature=temperature,
             generator=generator,
+            rejection=self.settings.rejection,
         )
 
     def _costs(self, runtime: Runtime, name: str, requests: Sequence[RequestRecord], prompts: Sequence[Prompt]) -> tuple[list[Cost], int]:

@@ -24,6 +24,7 @@ def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, te
         eos_ids=line.target.spec.eos_ids,
         temperature=temperature,
         generator=seeded(line.recipe.seed),
+        rejection=line.recipe.evaluate.rejection,
     )
     line.screen.say(answer_text(line.target.tokenizer, found.tokens, found.finish_reason))
     accepted = sum(r.accepted for r in found.rounds)

@@ -34,7 +34,7 @@ J = TypeVar("J")
 R = TypeVar("R")
 _RECENT = 200  # answers over which the share of bad ones is taken
 _PACES, _FEWEST_PACES = 64, 8  # requests that say what is usual, and how many it takes
-_TICK, _REPORT = 0.5, 5.0  # seconds between looks at the list of endpoints, and between reports
+_TICK, _REPORT = 0.25, 5.0  # seconds between looks at what is under way and at the list of endpoints, and between reports
 _SHORTEST = 0.25  # seconds in which no request is late
 
 
@@ -63,6 +63,15 @@ class _Job(Generic[J, R]):
 
 
 @dataclass(eq=False)
+class _Flight(Generic[J, R]):
+    endpoint: Endpoint
+    job: _Job[J, R]
+    started: float
+    late: bool = False
+    landed: bool = False
+
+
+@dataclass(eq=False)
 class Pool(Generic[J, R]):
     """Belongs to the event loop that `start` is called in; nothing here may be called from elsewhere.
 
@@ -82,7 +91,7 @@ class Pool(Generic[J, R]):
     _endpoints: dict[str, Endpoint] = field(default_factory=dict)
     _queue: list[_Job[J, R]] = field(default_factory=list)
     _jobs: set[_Job[J, R]] = field(default_factory=set)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _flights: dict[asyncio.Task[None], _Flight[J, R]] = field(default_factory=dict)
     _verdicts: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_PACES))
     _submitted: int = 0
@@ -100,9 +109,9 @@ class Pool(Generic[J, R]):
     async def close(self) -> None:
         """End everything that is under way; what is still waited for is cancelled."""
         self._watch.cancel()
-        for task in self._tasks:
+        for task in self._flights:
             task.cancel()
-        await asyncio.gather(self._watch, *self._tasks, return_exceptions=True)
+        await asyncio.gather(self._watch, *self._flights, return_exceptions=True)
         for job in self._jobs:
             job.future.cancel()
         self._report()
@@ -162,36 +171,32 @@ class Pool(Generic[J, R]):
             job.queued = False
             job.flying += 1
             endpoint.flying += 1
-            task = self._loop.create_task(self._request(endpoint, job))
-            self._tasks.add(task)
+            flight = _Flight(endpoint, job, now)
+            task = self._loop.create_task(self._request(flight))
+            self._flights[task] = flight
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._flights[task]
         if not task.cancelled() and (error := task.exception()) is not None:  # a mistake in here: nobody else would hear of it
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    async def _request(self, endpoint: Endpoint, job: _Job[J, R]) -> None:
-        started = self._loop.time()
-        lateness: list[bool] = []
-        after = self._late_after(job.size)
-        alarm = None if after is None else self._loop.call_later(after, self._is_late, endpoint, job, lateness)
-        error: Exception | None = None
+    async def _request(self, flight: _Flight[J, R]) -> None:
+        endpoint, job, error = flight.endpoint, flight.job, None
         try:
             async with asyncio.timeout(self.settings.timeout):
                 answer = await self.ask(endpoint.url, job.payload)
         except Exception as e:  # whatever a client or a server comes up with
             error = e
         finally:
-            if alarm is not None:
-                alarm.cancel()
-            endpoint.late -= len(lateness)
+            flight.landed = True  # its task ends a moment later
+            endpoint.late -= flight.late
             endpoint.flying -= 1
             job.flying -= 1
         if error is None:
-            self._answered(endpoint, job, answer, self._loop.time() - started)
+            self._answered(endpoint, job, answer, self._loop.time() - flight.started)
         else:
-            self._failed(endpoint, job, error, started)
+            self._failed(endpoint, job, error, flight.started)
         self._kick()
 
     def _answered(self, endpoint: Endpoint, job: _Job[J, R], answer: R, seconds: float) -> None:
@@ -246,17 +251,22 @@ class Pool(Generic[J, R]):
         seconds, per_token = (statistics.median(column) for column in zip(*self._paces, strict=True))
         return max(_SHORTEST, self.settings.late_factor * max(seconds, per_token * size))
 
-    def _is_late(self, endpoint: Endpoint, job: _Job[J, R], lateness: list[bool]) -> None:
-        lateness.append(True)
-        endpoint.late += 1
-        self.counts.late += 1
-        self._requeue(job)
+    def _find_late(self) -> None:
+        now = self._loop.time()
+        for flight in self._flights.values():
+            after = self._late_after(flight.job.size)
+            if after is not None and not flight.late and not flight.landed and now - flight.started > after:
+                flight.late = True
+                flight.endpoint.late += 1
+                self.counts.late += 1
+                self._requeue(flight.job)
 
     async def _tick(self) -> None:
         reported, outage = self._loop.time(), self.settings.outage
         while self.error is None:
             await asyncio.sleep(min(_TICK, outage / 4))
             self._reread()
+            self._find_late()
             now = self._loop.time()
             if self._jobs and now - self._answered_at > outage:
                 last = self._last_error if self._endpoints else f"{self.roster.where} names no endpoint"

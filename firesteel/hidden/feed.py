@@ -57,7 +57,8 @@ class SampleFeed:
         finish: closes what `fetch` needs, in the feed's thread.
 
     Attributes:
-        stop: the batch number that is not wanted any more, so that nothing is fetched in vain; None: no end. To be set before the first `take`.
+        stop: the batch number that will not be wanted any more, so that nothing is fetched in vain; None: no end. To be set before the
+            first `take`. It is a guess: who takes a batch beyond it gets it.
 
     Raises:
         RecipeError: the watermarks cannot hold an optimiser step.
@@ -153,6 +154,8 @@ class SampleFeed:
             for slot in window.seek(number):
                 if slot in self._futures:
                     self._futures[slot].cancel()
+        if window.stop is not None and number >= window.stop:
+            window.stop = None
         self._refill(window)
         while not window.ready(number):
             if self._pool.error is not None:

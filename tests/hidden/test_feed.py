@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from feed_cases import Servers, check, make_works, quick
 
+from firesteel.endpoints import pool
 from firesteel.endpoints.roster import Roster, edit, read_status, read_urls
 from firesteel.errors import FiresteelError, HiddenStateError, RecipeError, TargetError
 from firesteel.hidden.feed import SampleFeed
@@ -88,6 +89,26 @@ def test_a_hanging_request_is_given_to_another_before_its_timeout() -> None:
         assert feed.report()["feed_late"] > 0
 
 
+def test_an_endpoint_that_hangs_from_the_start_holds_nobody_up() -> None:
+    servers = Servers(broken={"bad": "hang"})
+    started = time.monotonic()
+    with make_feed(servers, ["bad", "good"], quick(timeout=60, outage=100, concurrency=4)) as feed:
+        assert keys(feed, 0, 20) == wanted(0, 20)
+    assert time.monotonic() - started < 5
+
+
+def test_requests_that_are_late_at_the_last_moment_leave_no_endpoint_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests, looked at all the time, half of them later than the others: whatever the moment, all endpoints are in use in the end."""
+    monkeypatch.setattr(pool, "_SHORTEST", 0.0)
+    monkeypatch.setattr(pool, "_TICK", 0.0)
+    servers = Servers(seconds=0.0005)
+    with make_feed(servers, ["a", "b"], quick(late_factor=1.01)) as feed:
+        assert keys(feed, 0, 150) == wanted(0, 150)
+        time.sleep(0.1)
+        assert feed.report()["feed_late"] > 20
+        assert [(e.late, e.flying) for e in feed._pool._endpoints.values()] == [(0, 0)] * 2
+
+
 def test_one_per_cent_of_corrupt_samples_are_counted_and_fetched_again() -> None:
     servers = Servers(corrupt_share=0.03, seconds=0.0005)
     with make_feed(servers, ["a", "b"]) as feed:
@@ -158,7 +179,8 @@ def test_nothing_is_fetched_beyond_the_end_of_a_run() -> None:
         feed.stop = 4
         keys(feed, 0, 4)
         time.sleep(0.05)
-    assert sorted(k for _, k in servers.asked) == sorted(wanted(0, 4))
+        assert sorted(k for _, k in servers.asked) == sorted(wanted(0, 4))
+        assert keys(feed, 4, 2) == wanted(4, 2), "the end was a guess"
 
 
 def test_closing_ends_the_thread_with_requests_under_way() -> None:

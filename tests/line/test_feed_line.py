@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from line_screen import QuietScreen
@@ -14,12 +15,13 @@ from safetensors.torch import load_file
 from tiny_target import recipe_settings
 
 from firesteel.cli.runner import LINE
+from firesteel.endpoints.roster import read_urls
 from firesteel.errors import RecipeError
 from firesteel.hidden.feed import Fetch, SampleFeed, Work
 from firesteel.hidden.sample import HiddenSample
 from firesteel.hidden.stores import DiskStore
 from firesteel.recipe import recipe_from_dict
-from firesteel.stages import stream
+from firesteel.stages import states, stream
 from firesteel.stages.line import Line
 from firesteel.training import loop
 from firesteel.training.metrics import read_metrics
@@ -102,6 +104,31 @@ def test_a_run_on_a_feed_resumes_bit_for_bit(make_line: MakeLine, disk: Line, mo
         walk(line)
     monkeypatch.setattr(loop, "compute_loss", real)
     assert losses(walk(line)) == losses(disk.folder / "train")
+
+
+def test_servers_of_the_recipe_are_asked_and_may_change(make_line: MakeLine, disk: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With target.engine=vllm: the client is the one of `stages.states`, the servers are those of the recipe, in a file of the run."""
+    fetch, asked, closed = shuffled(disk.folder / "hidden" / "samples"), set(), []
+
+    class Client:
+        exchange = SimpleNamespace(close=lambda: closed.append("exchange"))
+
+        async def fetch(self, endpoint: str, token_ids: list[int], loss_mask: list[bool], key: str) -> HiddenSample:
+            asked.add(endpoint)
+            return await fetch(endpoint, Work(key, token_ids, loss_mask))
+
+        async def close(self) -> None:
+            closed.append("client")
+
+    line = stream_line(make_line, "vllm")
+    walk(line, 3)
+    line.recipe.target.engine, line.recipe.target.endpoints = "vllm", ["http://a:1", "http://b:2"]
+    monkeypatch.setattr(states, "open_states", lambda line: Client())
+    LINE[3][1](line)
+    assert losses(line.folder / "train") == losses(disk.folder / "train")
+    assert asked == {"http://a:1", "http://b:2"}
+    assert read_urls(line.folder / "endpoints.txt") == ["http://a:1", "http://b:2"]
+    assert closed == ["client", "exchange"] * 2  # one feed for held-out documents, one for training
 
 
 @pytest.mark.parametrize("uses", [1, 2])

@@ -100,9 +100,18 @@ class MooncakeStore:
             )
 
     def get(self, key: str) -> bytes | None:
-        """An object's bytes, or None where it is not there or cannot be fetched."""
+        """An object's bytes, or None where it is not there or cannot be fetched.
+
+        Raises:
+            ResourceError: the master does not answer.
+        """
         # Asked for first, because a get of what is not there writes a warning each time.
-        if self._store.is_exist(key) != 1:
+        there = self._store.is_exist(key)
+        if there < 0:
+            raise ResourceError(
+                f"the Mooncake master at {self.settings.master} does not answer (code {there})", mend="look at its log, and start the server again"
+            )
+        if there == 0:
             return None
         found: bytes = self._store.get(key)
         return found or None

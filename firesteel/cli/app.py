@@ -162,9 +162,11 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     module: Annotated[str | None, typer.Option(help="Python module that registers the drafter's algorithm (drafter.module).")] = None,
+    rejection: Annotated[str, typer.Option(help="How drafts are verified above temperature 0: token or block.")] = "token",
+    scheduled: Annotated[bool, typer.Option(help="Verify as much as pays by this machine's costs, measured once (docs/scheduling.md).")] = False,
 ) -> None:
     """Ask the target one thing with a packaged drafter, and show how much was drafted."""
-    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed, module)
+    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed, module, rejection, scheduled)
 
 
 @app.command()

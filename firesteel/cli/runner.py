@@ -69,12 +69,15 @@ def run_line(line: Line) -> None:
     evaluate.show(line)
 
 
-def generate(folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, module: str | None) -> None:
+def generate(
+    folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, module: str | None, rejection: str, scheduled: bool
+) -> None:
     """One prompt through a packaged drafter."""
     _quiet()
-    settings = {"target": {"model": target}, "drafter": {"module": module}, "evaluate": {"max_new_tokens": max_new_tokens}, "train": {"max_steps": 1}}
+    settings = {"target": {"model": target}, "drafter": {"module": module}, "train": {"max_steps": 1}}
+    settings["evaluate"] = {"max_new_tokens": max_new_tokens, "rejection": rejection}
     recipe = recipe_from_dict({"name": "generate", "seed": seed, **settings})
-    generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature)
+    generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature, scheduled=scheduled)
 
 
 def convert(source: Path, out: Path, to: str, target: str | None, overrides: list[str]) -> None:

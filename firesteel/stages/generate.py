@@ -9,10 +9,11 @@ from firesteel.decoding.decode import decode_speculative
 from firesteel.prompts.template import answer_text, encode_prompt
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import open_package
+from firesteel.stages.schedule import make_scheduler
 
 
-def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, temperature: float) -> None:
-    """Decode an answer and say how much of it was drafted."""
+def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, temperature: float, *, scheduled: bool = False) -> None:
+    """Decode an answer and say how much of it was drafted; `scheduled`: verify as much as pays by this machine's measured costs."""
     runtime = open_package(line, folder)
     ids = encode_prompt(line.target.tokenizer, [{"role": "user", "content": prompt}])
     found = decode_speculative(
@@ -25,6 +26,7 @@ def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, te
         temperature=temperature,
         generator=seeded(line.recipe.seed),
         rejection=line.recipe.evaluate.rejection,
+        lengths=make_scheduler(line, runtime, ids) if scheduled else None,
     )
     line.screen.say(answer_text(line.target.tokenizer, found.tokens, found.finish_reason))
     accepted = sum(r.accepted for r in found.rounds)

@@ -3,8 +3,9 @@
 Servers of their own processes hand the samples out over HTTP, each at a set rate of tokens per second, one request at a time. Both arms
 train the same drafter from the same weights over the same batches, in turn; their losses must be equal, bit for bit. The first
 step of each turn is not counted. The last line of stdout is one JSON object; `ratio` is the median seconds of a step from disk
-over those from the feed (1: training does not notice; below: the feed is slower), `mean_ratio` the same of the means, which a
-busy moment of the machine moves; `waited` is the share of its time that the feed's arm spent waiting for samples.
+over those from the feed, turn by turn, and of the turns the median (1: training does not notice; below: the feed is slower);
+`ratios` has the turns, `mean_ratio` is of all steps' means, which a busy moment of the machine moves; `waited` is the share of
+its time that the feed's arm spent waiting for samples; `cpu` has the processor seconds of a step, of all the trainer's threads.
 
 Usage: python benchmarks/feed.py [--servers 2] [--rate 4000] [--steps 12] [--turns 3]
 """
@@ -57,6 +58,7 @@ def main() -> None:
     works = make_works(size)
     seconds: dict[str, list[float]] = {"disk": [], "feed": []}
     losses: dict[str, list[list[float]]] = {"disk": [], "feed": []}
+    cpu: dict[str, list[float]] = {"disk": [], "feed": []}
     waited, counts = [], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -68,6 +70,7 @@ def main() -> None:
                     found = run(arm, folder / f"{arm}{turn}", store, works, size, a.steps, [s.url for s in servers])
                     seconds[arm] += found["seconds"]
                     losses[arm].append(found["losses"])
+                    cpu[arm].append(found["cpu"])
                     if arm == "feed":
                         waited.append(found["waited"])
                         counts = found["counts"]
@@ -76,12 +79,15 @@ def main() -> None:
             for server in servers:
                 server.kill()
     pace = {arm: 1 / mean(values) for arm, values in seconds.items()}
+    ratios = [statistics.median(disk) / statistics.median(feed) for disk, feed in zip(*(turns_of(seconds[arm], a.turns) for arm in seconds), strict=True)]
     result = {
-        "ratio": statistics.median(seconds["disk"]) / statistics.median(seconds["feed"]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
         "mean_ratio": pace["feed"] / pace["disk"],
         "waited": sum(waited) / sum(seconds["feed"]),
         "same_losses": len({json.dumps(curve) for curves in losses.values() for curve in curves}) == 1,
         "steps_per_second": pace,
+        "cpu": {arm: mean(values) for arm, values in cpu.items()},
         "tokens_per_second_offered": a.servers * a.rate,
         "seconds": seconds,
         "counts": counts,
@@ -96,7 +102,7 @@ def main() -> None:
 def run(arm: str, folder: Path, store: DiskStore, works: list[Work], size: Size, steps: int, urls: list[str]) -> dict[str, Any]:
     """One turn of one arm: seconds of the steps after the first, losses, seconds waited in them."""
     settings = recipes.Train(max_steps=steps, batch_tokens=size.batch_tokens, anchors=size.anchors, validate_every=10**6, compile=False)
-    client, stamps, losses, waits = HttpSamples(), [], [], []
+    client, stamps, losses, waits, cpu = HttpSamples(), [], [], [], []
     samples: DiskStore | SampleFeed = store
     if arm == "feed":
         check = partial(check_sample, layer_ids=LAYERS, target=TARGET)
@@ -106,6 +112,7 @@ def run(arm: str, folder: Path, store: DiskStore, works: list[Work], size: Size,
     def on_step(values: dict[str, Any]) -> None:
         if "validation" not in values:
             stamps.append(time.perf_counter())
+            cpu.append(time.process_time())
             losses.append(values["loss"])
             waits.append(job.source.waited)
 
@@ -118,7 +125,14 @@ def run(arm: str, folder: Path, store: DiskStore, works: list[Work], size: Size,
         job.source.close()
     assert read_metrics(folder / "metrics.jsonl")[-1]["kind"] == "validation"
     between = [b - a for a, b in pairwise(stamps)]
-    return {"seconds": between, "losses": losses, "waited": waits[-1] - waits[0], "counts": job.source.report()}
+    work = (cpu[-1] - cpu[0]) / len(between)
+    return {"seconds": between, "losses": losses, "waited": waits[-1] - waits[0], "cpu": work, "counts": job.source.report()}
+
+
+def turns_of(values: list[float], turns: int) -> list[list[float]]:
+    """The steps of each turn."""
+    length = len(values) // turns
+    return [values[i * length : (i + 1) * length] for i in range(turns)]
 
 
 def mean(values: list[float]) -> float:

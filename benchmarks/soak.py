@@ -4,7 +4,8 @@ a hundred is corrupt, endpoints are removed and added. Nothing may grow, nothing
 Servers (sample_server.py) run as processes of their own. About every `--every` seconds one of them is killed, or one that lies down
 is started; now and then one is taken off the list of endpoints or put back. Memory of trainer and servers is read once a second.
 Writes `soak.json` and `soak.png` to `--out`. The last line of stdout is one JSON object; `growth` is the trainer's memory in
-the last quarter over that in the second one (1: none), `server_growth` the most of any server since its last start.
+the last quarter over that in the second one (1: none), `server_growth` the most of any server since its last start. Large blocks
+are mapped one by one, as training does with a large vocabulary: otherwise the C library's heap grows with or without a feed.
 
 Usage: python benchmarks/soak.py MINUTES [--servers 3] [--corrupt 0.01] [--out soak]
 """
@@ -34,6 +35,7 @@ from firesteel.endpoints.roster import FILE, Roster, edit, read_urls
 from firesteel.evaluation.machine import machine_facts
 from firesteel.hidden.feed import SampleFeed
 from firesteel.hidden.sample import check_sample
+from firesteel.kernels.memory import map_large_blocks
 from firesteel.training.loop import train
 
 matplotlib.use("Agg")
@@ -99,6 +101,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.threads is not None:
         torch.set_num_threads(a.threads)
+    map_large_blocks()
     size = Size(documents=64, tokens=256, width=256, vocab=4096, batch_tokens=1024, anchors=32)
     works, steps, waits = make_works(size), 0, [0.0]
     with tempfile.TemporaryDirectory() as name:

@@ -223,7 +223,7 @@ class Pool(Generic[J, R]):
                 self.fail(_stop(error, f"{sum(self._verdicts)} of the last {len(self._verdicts)} answers are unusable; the last: {self._last_error}", None))
         elif isinstance(error, RecipeError):
             endpoint.refused = text
-            if all(e.refused is not None for e in self._endpoints.values()):
+            if self._endpoints and all(e.refused is not None for e in self._endpoints.values()):
                 self.fail(error)
         else:
             self.counts.faults += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,7 @@ def test_a_run_on_a_feed_resumes_bit_for_bit(make_line: MakeLine, disk: Line, mo
     monkeypatch.setattr(loop, "compute_loss", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         walk(line)
+    assert not any(t.name == "feed" for t in threading.enumerate()), "what training opened is closed"
     monkeypatch.setattr(loop, "compute_loss", real)
     assert losses(walk(line)) == losses(disk.folder / "train")
 

@@ -59,14 +59,19 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, hidden: dict[str, Any], args: list[str]) -> Iterator[Running]:
+def running(folder: Path, hidden: dict[str, Any], args: list[str], *, devices: int = 1) -> Iterator[Running]:
     need_vllm()
     target = save_served_target(folder / "target")
     settings = {
         "name": "served",
         "runs_dir": str(folder),
         "train": {"max_steps": 1},
-        "target": {"model": str(target), "engine": "vllm", "device": "cpu", "vllm": {"python": str(PYTHON), "port": free_port(), "args": args}},
+        "target": {
+            "model": str(target),
+            "engine": "vllm",
+            "device": "cpu",
+            "vllm": {"python": str(PYTHON), "port": free_port(), "tensor_parallel": devices, "args": args},
+        },
         "hidden": {"codec": "fp32", "max_length": LONGEST, **hidden},
     }
     recipe = recipe_from_dict(settings)

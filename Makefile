@@ -4,19 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-slow check bench bench-peers clean
+.PHONY: demo test test-fast test-slow test-vllm vllm-env check bench bench-peers clean
 
 demo: $(STAMP)
 	$(BIN)/firesteel run quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not parity" -x
+	$(BIN)/python -m pytest -m "not slow and not vllm and not parity" -x
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: $(STAMP) vllm-env
+	$(BIN)/python -m pytest tests/vllm -m vllm
+
+vllm-env:
+	bash tests/vllm/build.sh
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -120,6 +120,14 @@ def production_commands(model: str, target: recipes.Target, serve: recipes.Serve
     return found
 
 
+def shown_commands(recipe: recipes.Recipe, speculative: dict[str, Any]) -> list[str]:
+    """The same for a note that travels: without the paths of this machine."""
+    own = {"model": "PATH_OF_THIS_FOLDER"} if "model" in speculative else {}
+    # A `pypi:` name is Firesteel's own; vLLM wants a folder or a hub name. With the head in it, the target is another folder, too.
+    name = recipe.target.model if own and not recipe.target.model.startswith("pypi:") else "PATH_OF_THE_TARGET"
+    return production_commands(name, recipe.target, recipe.serve, {**speculative, **own})
+
+
 def tail(log: Path, lines: int = 20) -> Sequence[str]:
     """The end of a log."""
     return log.read_text(errors="replace").splitlines()[-lines:] if log.is_file() else []

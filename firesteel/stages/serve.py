@@ -25,7 +25,7 @@ from firesteel.package.stitch import stitch
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import encode_prompt
-from firesteel.serving.command import Engine, find_engine, plan_serving, production_commands, tail
+from firesteel.serving.command import Engine, find_engine, plan_serving, production_commands, shown_commands, tail
 from firesteel.serving.smoke import Expectation, Smoke, smoke_check
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Line
@@ -35,7 +35,6 @@ from firesteel.training.metrics import read_metrics
 
 T = TypeVar("T")
 NAME = "serve"
-_SHOWN = "PATH_OF_THIS_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,10 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
                 tolerance=recipe.serve.tolerance,
                 timeout=recipe.serve.request_timeout,
             )
-            commands = _commands(line, {**speculative, **({"model": _SHOWN} if "model" in speculative else {})}, _target_name(line, folder))
-            _report(line, found, engine, commands)
+            _report(line, found, engine, _commands(line, speculative, _target_name(line, folder)))
             checked = {**found.to_dict(), "engine": f"{engine.distribution} {engine.version}"}
             write_atomic(place / "smoke.json", json.dumps(checked, indent=1) + "\n")
-            write_atomic(folder / DEPLOY, deploy_note(loaded.config, loaded.contract, commands, checked))
+            write_atomic(folder / DEPLOY, deploy_note(loaded.config, loaded.contract, shown_commands(recipe, speculative), checked))
             if smoke:
                 return
             line.screen.say(f"serve: ready at {plan.url}/v1; Ctrl-C stops it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,8 @@ from firesteel.decoding import decode
 from firesteel.decoding.adaptive import AsynchronousScheduler, Scheduler
 from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
 from firesteel.decoding.policies import Drafted, FixedLength, LengthPolicy, Request, StaticThreshold
+from firesteel.decoding.sampling import Sampling
+from firesteel.decoding.verify import verify_tokens
 from firesteel.errors import RecipeError
 
 
@@ -178,3 +181,44 @@ def test_mistakes_are_named():
         Scheduler(SMOOTH, prior=[1.2])
     with pytest.raises(RecipeError, match="confidence head"):
         StaticThreshold(0.5).admit([Request(room=2)], [Drafted(2)])
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("kind", [Scheduler, AsynchronousScheduler])
+def test_two_requests_in_one_engine_are_written_independently(kind):
+    """Two steps of an engine with two requests, which share a policy, its memory and its account: the joint distribution is the product."""
+    targets, drafts, prompts = [random_table(2, s) for s in (4, 5)], [random_table(2, s) for s in (90, 91)], [(0, 1), (1, 1)]
+    costs, steps = Listed((1.0, 1.0, 1.2, 1.4)), set()
+
+    def program(chance: Enumerated) -> tuple[tuple[int, ...], ...]:
+        policy, requests, written = kind(costs, prior=[0.8], probe=0.3), [Request(room=1), Request(room=1)], [(), ()]
+        for _ in range(2):
+            made, counts = [], policy.plan(requests)
+            for r, count in enumerate(counts):
+                context = (*prompts[r], *written[r])
+                made.append(
+                    ToyDrafter(drafts[r], chance, honest, seen=list(context[:-1])).draft(context[-1], count, temperature=1.0, generator=None) if count else None
+                )
+            said = [Drafted(0) if m is None else Drafted(1, m.confidences) for m in made]
+            lengths = policy.admit(requests, said)
+            steps.add((tuple(counts), tuple(lengths)))
+            accepted = []
+            for r, (m, n) in enumerate(zip(made, lengths, strict=True)):
+                context = (*prompts[r], *written[r])
+                tokens = m.tokens[:n] if m is not None else []
+                logits = ToyTarget(targets[r], tokens=list(context[:-1])).forward([context[-1], *tokens]).logits
+                verdict = verify_tokens(tokens, m.probs[:n] if m is not None else None, logits, Sampling(1.0), chance, "block")
+                written[r] = (*written[r], *tokens[: verdict.accepted], verdict.next_token)
+                accepted.append(verdict.accepted)
+            policy.learn(requests, said, lengths, accepted, None)
+        return tuple(written)
+
+    own = [texts(targets[r], prompts[r], 4, set()) for r in (0, 1)]
+    found: dict[tuple[tuple[int, ...], ...], float] = {}
+    for pair, probability in all_outcomes(program).items():
+        ends = [texts(targets[r], (*prompts[r], *t), 4 - len(t), set()) for r, t in enumerate(pair)]
+        for (a, p), (b, q) in itertools.product(ends[0].items(), ends[1].items()):
+            key = ((*pair[0], *a), (*pair[1], *b))
+            found[key] = found.get(key, 0.0) + probability * p * q
+    assert distance(found, {(a, b): own[0][a] * own[1][b] for a, b in itertools.product(*own)}) < 1e-9
+    assert len(steps) > 1

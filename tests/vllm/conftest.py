@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,30 +16,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "line"))
 
 from served_drafts import TOKENS, Both, Served, decode_ours, eval_prompts, make_base, make_draft
+from served_environment import HERE, vllm_environment, vllm_interpreter
 from served_target import save_counting_target, write_counting_prompts
 
 from firesteel.package.card import speculative_config
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The interpreter that has vLLM."""
-    python = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-    if not (python.parents[1] / ".built").is_file():
+    python = vllm_interpreter()
+    if not python.is_file():
         pytest.skip("no vLLM: `make vllm-env` builds .venv-vllm (3 GB)")
     return python
-
-
-def vllm_environment(*, second_runner: bool) -> dict[str, str]:
-    """One thread, a small cache, nothing sent anywhere; the second model runner by way of the shim."""
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-    own |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if second_runner:
-        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "shim")}
-    return {**os.environ, **own}
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "dspark-reduced": {"draft_vocab_size": 40, "confidence_with_markov": False},
     "dspark-mixed": {"num_layers": 2, "attention": "mixed", "sliding_window": 16},
     "dspark-sliding-causal": {"attention": "sliding", "sliding_window": 8, "causal": True, "confidence_head": False},
+    "dspark-latent": {
+        "backbone": "mla",
+        "mla": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+    },
     "dflash": {"algorithm": "dflash"},
     "dflash-reduced": {"algorithm": "dflash", "draft_vocab_size": 40, "num_layers": 2},
     "dflash2": {"algorithm": "dflash2", "dflash2": {"group": 8, "rank": 8, "top_k": 6}},

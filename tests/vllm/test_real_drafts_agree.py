@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from served_drafts import Both, Served, eval_prompts
+from served_environment import vllm_environment
 
 from firesteel.decoding.decode import decode_speculative
 from firesteel.package.card import speculative_config
@@ -86,3 +90,23 @@ def test_sampled_acceptance_resembles_ours(draft: Callable[[str], Served], run_e
         accepted += sum(r.accepted for r in done.rounds)
         rounds += len(done.rounds)
     assert theirs - 1 == pytest.approx(accepted / rounds, rel=0.2)
+
+
+READ_CONFIG = (
+    "import json, sys; from vllm.engine.arg_utils import EngineArgs\n"
+    "speculative = json.loads(sys.argv[2])\n"
+    "args = EngineArgs(model=sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=256, speculative_config=speculative)\n"
+    "made = args.create_engine_config().speculative_config\n"
+    "draft = made.draft_model_config\n"
+    "print(json.dumps([made.method, made.num_speculative_tokens, draft.architectures, draft.hf_config.target_layer_ids]))\n"
+)
+
+
+def test_latent_attention_is_read_if_not_run(draft: Callable[[str], Served], vllm_python: Path, counting: Path) -> None:
+    """Its layers need a GPU; its configuration is at least what vLLM takes it for. vLLM counts layers from the first one's output."""
+    served = draft("dspark-latent")
+    config = speculative_config(served.runtime.config, served.runtime.contract, str(served.package))
+    command = [str(vllm_python), "-c", READ_CONFIG, str(counting / "target"), json.dumps(config)]
+    done = subprocess.run(command, env=vllm_environment(second_runner=True), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["dspark", 5, ["K3DSparkModel"], [0, 1, 3]]

@@ -59,7 +59,7 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, hidden: dict[str, Any], args: list[str], *, devices: int = 1) -> Iterator[Running]:
+def running(folder: Path, hidden: dict[str, Any], args: list[str], *, devices: int = 1, second_runner: bool = False) -> Iterator[Running]:
     need_vllm()
     target = save_served_target(folder / "target")
     settings = {
@@ -78,6 +78,8 @@ def running(folder: Path, hidden: dict[str, Any], args: list[str], *, devices: i
     plan = plan_server(recipe.target, recipe.hidden, recipe.run_dir, model=str(target), layer_ids=LAYER_IDS, num_layers=LAYERS, max_positions=POSITIONS)
     # One thread: tests run beside others.
     plan.env.update({"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    if second_runner:  # the one that vLLM takes on GPUs
+        plan.env.update({"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": f"{plan.env['PYTHONPATH']}:{Path(__file__).parent / 'shim'}"})
     model = LlamaForCausalLM.from_pretrained(target).eval()
     with Server(plan, recipe.run_dir / "server", timeout=550):
         yield Running(plan.url, recipe, target, model, recipe.run_dir)

@@ -38,10 +38,10 @@ CHUNK = 96
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The hard case: small chunks, few requests at a time, and prefixes cached, which the command that we build turns off."""
+    """The hard case: small chunks, few requests at a time, prefixes cached (which the command that we build turns off), the second model runner."""
     torch.set_num_threads(1)
     args = ["--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "6", "--enable-prefix-caching"]
-    with running(tmp_path_factory.mktemp("served"), {}, args) as found:
+    with running(tmp_path_factory.mktemp("served"), {}, args, second_runner=True) as found:
         yield found
 
 

@@ -1,4 +1,4 @@
-"""The connector in a real vLLM (CPU build) with tensor parallelism, through Mooncake over TCP: whole samples, nothing left, a full segment said."""
+"""The connector in a real vLLM (CPU build) with tensor parallelism, through Mooncake over TCP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         pytest.skip("Mooncake is not installed in vLLM's environment")
     torch.set_num_threads(1)
     mooncake = {"port": free_port(), "segment_gb": 1 / 64, "buffer_gb": 1 / 64}
-    with running(tmp_path_factory.mktemp("mooncake"), {"transport": "mooncake", "mooncake": mooncake}, ["--max-num-batched-tokens", "96"], devices=2) as found:
+    hidden = {"transport": "mooncake", "mooncake": mooncake}
+    with running(tmp_path_factory.mktemp("mooncake"), hidden, ["--max-num-batched-tokens", "96"], devices=2) as found:
         yield found
 
 

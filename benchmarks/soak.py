@@ -4,8 +4,9 @@ a hundred is corrupt, endpoints are removed and added. Nothing may grow, nothing
 Servers (sample_server.py) run as processes of their own. About every `--every` seconds one of them is killed, or one that lies down
 is started; now and then one is taken off the list of endpoints or put back. Memory of trainer and servers is read once a second.
 Writes `soak.json` and `soak.png` to `--out`. The last line of stdout is one JSON object; `growth` is the trainer's memory in
-the last quarter over that in the second one (1: none), `server_growth` the most of any server since its last start. Large blocks
-are mapped one by one, as training does with a large vocabulary: otherwise the C library's heap grows with or without a feed.
+the last quarter over that in the second one (1: none), `server_growth` the most of any server since its last start. Of what
+grows with or without a feed, part is kept out: oneDNN's cache of compiled shapes is small (by default it holds 1024), and large
+blocks are mapped one by one, as training does with a large vocabulary. The rest is training's own; compare with a run from disk.
 
 Usage: python benchmarks/soak.py MINUTES [--servers 3] [--corrupt 0.01] [--out soak]
 """
@@ -41,6 +42,7 @@ from firesteel.training.loop import train
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read at the first product
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -269,7 +269,7 @@ class Calibrate(Section):
 
 
 class Package(Section):
-    tolerance: float = Field(0.2, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
+    tolerance: float = Field(0.1, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
     proof_prompts: int = Field(8, description="Held-out prompts that the exported folder decodes as proof.", ge=1)
     speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes all that the drafter drafts in a round.", ge=1)
 

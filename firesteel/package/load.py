@@ -52,6 +52,19 @@ class LoadedDraft:
     speculative_tokens: int
 
 
+def describe(folder: Path) -> tuple[DraftConfig, Contract | None]:
+    """What a checkpoint says of itself; its weights are not read.
+
+    Raises:
+        CheckpointError: as `load`, for the files that are read.
+    """
+    described = from_speculators(_read_json(folder / CONFIG), where=str(folder / CONFIG))
+    if not (folder / CONTRACT).is_file():
+        return described.config, None
+    contract, config = _read_contract(folder, described)
+    return config, contract
+
+
 def load(folder: Path, *, said: Mapping[str, Any] | None = None) -> LoadedDraft:
     """Open a checkpoint written by `export`, or a foreign one in the speculators format.
 
@@ -68,6 +81,7 @@ def load(folder: Path, *, said: Mapping[str, Any] | None = None) -> LoadedDraft:
     contract, config = None, described.config
     if (folder / CONTRACT).is_file():
         contract, config = _read_contract(folder, described)
+        _check_bytes(folder)
     try:
         tensors = load_file(weights)
     except (SafetensorError, OSError, ValueError) as e:
@@ -131,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_contract(folder: Path, described: Described) -> tuple[Contract, DraftConfig]:
-    """firesteel.json, checked against config.json and against the bytes of the weights."""
+    """firesteel.json, checked against config.json."""
     path = folder / CONTRACT
     data = _read_json(path)
     if data.get("format_version") != CONTRACT_VERSION:
@@ -146,10 +160,15 @@ def _read_contract(folder: Path, described: Described) -> tuple[Contract, DraftC
     check_contract(contract, config)
     if contract.speculative_tokens != described.speculative_tokens:
         raise CheckpointError(f"speculative_tokens is {contract.speculative_tokens} in {path}, {described.speculative_tokens} in {folder / CONFIG}")
-    wanted, found = data["files"].get(WEIGHTS), hash_file(folder / WEIGHTS)
+    return contract, config
+
+
+def _check_bytes(folder: Path) -> None:
+    """The weights are those that the contract was written for."""
+    path = folder / CONTRACT
+    wanted, found = _read_json(path)["files"].get(WEIGHTS), hash_file(folder / WEIGHTS)
     if wanted != found:
         raise CheckpointError(f"{folder / WEIGHTS} is corrupt: its sha256 is {found[:12]}, {path} says {str(wanted)[:12]}", mend=_AGAIN)
-    return contract, config
 
 
 def _read_draft(data: dict[str, Any], where: str) -> DraftConfig:

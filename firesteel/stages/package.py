@@ -16,7 +16,7 @@ from firesteel.package.card import model_card, speculative_config
 from firesteel.package.contract import Promise, make_contract
 from firesteel.package.deploy import DEPLOY, deploy_note
 from firesteel.package.export import Exported, export
-from firesteel.package.load import load
+from firesteel.package.load import describe
 from firesteel.serving.command import shown_commands
 from firesteel.stages import extract
 from firesteel.stages.calibrate import read_calibration
@@ -88,11 +88,11 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
 
 def write_card(line: Line, package: Artifact, numbers: Mapping[str, Any]) -> None:
     """Write the model card anew with what evaluation measured (`evaluation.report.model_card_numbers`)."""
-    loaded, about = load(package.path), package.manifest.about
-    assert loaded.contract is not None, "a package of this line has a contract"
+    (config, contract), about = describe(package.path), package.manifest.about
+    assert contract is not None, "a package of this line has a contract"
     trained = line.input("train").manifest.about
     exported = Exported(package.path, about["parameters"], about["file_bytes"], about["weights_sha256"])
-    write_atomic(package / CARD, model_card(loaded.config, loaded.contract, numbers=numbers, training=_training(trained), exported=exported))
+    write_atomic(package / CARD, model_card(config, contract, numbers=numbers, training=_training(trained), exported=exported))
 
 
 def _proof_documents(line: Line, hidden: Artifact) -> list[str]:

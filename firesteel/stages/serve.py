@@ -20,7 +20,7 @@ from firesteel.evaluation.report import read_report
 from firesteel.package.card import speculative_config
 from firesteel.package.deploy import DEPLOY, TESTED_VLLM, deploy_note
 from firesteel.package.export import CONTRACT
-from firesteel.package.load import load
+from firesteel.package.load import describe, load
 from firesteel.package.stitch import stitch
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.sources import load_sources
@@ -48,11 +48,11 @@ class _Ask:
 
 def recipe_settings(package: Path) -> dict[str, Any]:
     """What a packaged folder says about its target, as the mapping of a recipe; built-in prompts stand in where the run's own are gone."""
-    loaded = load(package)
-    if loaded.contract is None:
+    _, contract = describe(package)
+    if contract is None:
         raise CheckpointError(f"{package} has no contract", mend="`firesteel convert` with --target writes one")
     source = {"builtin": "nine-domains", "split": "eval"}
-    return {"name": NAME, "target": {"model": loaded.contract.target_name}, "prompts": {"sources": [source]}, "train": {"max_steps": 1}}
+    return {"name": NAME, "target": {"model": contract.target_name}, "prompts": {"sources": [source]}, "train": {"max_steps": 1}}
 
 
 def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None:
@@ -188,7 +188,7 @@ def _evaluated(package: Path) -> tuple[list[tuple[Prompt, RequestRecord]], int] 
         return None
     if answers.manifest.inputs.get("package") != made.manifest.content:
         return None
-    drafter, main = load(package).config.algorithm, ""
+    drafter, main = describe(package)[0].algorithm, ""
     rows = [request_from_json(row["record"]) for row in read_metrics(answers / "requests.jsonl") if row["part"] == main]
     greedy = {r.prompt_id: r for r in rows if r.drafter == drafter and r.temperature == 0}
     pairs = [(p, greedy[p.id]) for p in prompts_stage.read_prompts(asked, "eval") if p.id in greedy]
@@ -204,7 +204,7 @@ def _expect(records: Sequence[RequestRecord], tokens: int) -> Expectation:
 
 
 def _promised(line: Line, package: Path, tokens: int) -> Expectation:
-    contract = load(package).contract
+    _, contract = describe(package)
     promise = None if contract is None else contract.promise
     if promise is None or promise.draft_length != tokens:
         line.screen.warn(f"serve: nothing was measured for {tokens} drafts a round on other prompts: any acceptance passes. Serve the run's recipe to compare")

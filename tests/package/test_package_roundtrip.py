@@ -15,7 +15,7 @@ from firesteel.drafters.config import FULL, SLIDING
 from firesteel.errors import CheckpointError
 from firesteel.package.contract import make_contract
 from firesteel.package.export import export
-from firesteel.package.load import check_target, load
+from firesteel.package.load import check_target, describe, load
 
 # Fields of the speculators format for dflash, and what dspark adds.
 TOP = {
@@ -246,3 +246,12 @@ def test_layers_of_a_window_come_back(tmp_path: Path) -> None:
 def test_make_contract_refuses_more_tokens_than_a_block_drafts() -> None:
     with pytest.raises(CheckpointError, match=r"speculative_tokens=4.*drafts 3"):
         make_contract(DFLASH, TARGET, thinking=None, temperatures=(), promise=None, speculative_tokens=4)
+
+
+def test_what_a_checkpoint_says_needs_no_weights(tmp_path: Path) -> None:
+    toy_export(tmp_path, DSPARK)
+    loaded = load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert describe(tmp_path) == (loaded.config, loaded.contract)
+    (tmp_path / "firesteel.json").unlink()
+    assert describe(tmp_path) == (DSPARK, None)

@@ -34,8 +34,8 @@ def check(sample: HiddenSample) -> None:
 
 
 def quick(**changes: object) -> Feed:
-    """Settings for tests: everything a thousand times faster than in earnest."""
-    values = {"timeout": 0.5, "backoff": 0.01, "backoff_max": 0.05, "outage": 1.0, "retries": 3, **changes}
+    """Settings for tests: rests a thousand times shorter than in earnest; timeouts long enough for a machine that stalls."""
+    values = {"timeout": 20.0, "backoff": 0.01, "backoff_max": 0.05, "outage": 40.0, "retries": 3, **changes}
     return Feed(**values)  # type: ignore[arg-type]
 
 

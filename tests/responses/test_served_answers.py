@@ -16,7 +16,7 @@ from firesteel.responses.generate import Answer, Ask, Sampling
 from firesteel.responses.served import Answers, Completions, run_conversations
 
 EOS, VOCAB = [2, 7], 50
-QUICK: dict[str, Any] = {"timeout": 0.3, "backoff": 0.01, "backoff_max": 0.05, "outage": 0.6, "retries": 3, "concurrency": 4}
+QUICK: dict[str, Any] = {"timeout": 20.0, "backoff": 0.01, "backoff_max": 0.05, "outage": 40.0, "retries": 3, "concurrency": 4}
 
 
 def completion(ids: Any, reason: Any = "stop", **more: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ FAULTS: dict[str, Any] = {
 def test_what_goes_wrong_once_is_asked_again(name: str) -> None:
     said = {**GARBAGE, **FAULTS}[name]
     fake = Fake(lambda n, body: said if n == 1 else completion([9, 2]))
-    assert ask_all(fake, 6) == [Answer([9, 2], "stop")] * 6
+    assert ask_all(fake, 6, timeout=1.0) == [Answer([9, 2], "stop")] * 6
     assert len(fake.asked) == 7
 
 
@@ -140,7 +140,7 @@ def test_what_goes_wrong_once_is_asked_again(name: str) -> None:
 )
 def test_what_goes_wrong_for_ever_stops_with_the_last_error(reply: Any, kind: type[FiresteelError], words: str) -> None:
     with pytest.raises(kind, match=words):
-        ask_all(Fake(lambda n, body: reply), 6)
+        ask_all(Fake(lambda n, body: reply), 6, timeout=0.3, outage=0.6)
 
 
 def test_a_wrong_model_is_named_with_what_is_there() -> None:

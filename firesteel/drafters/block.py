@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.attention import Attend, Path, make_attend, make_geometry
-from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.heads import ConfidenceHead, MarkovHead
 from firesteel.drafters.init import init_random
-from firesteel.drafters.layers import DraftLayer, RMSNorm
+from firesteel.drafters.layers import DraftLayer, RMSNorm, check_layers
 from firesteel.drafters.rope import Rope
 from firesteel.drafters.rows import TrainingRows
 from firesteel.errors import CheckpointError, RecipeError
@@ -101,18 +101,9 @@ def mask_token(config: DraftConfig) -> int:
 
 def _check(config: DraftConfig) -> None:
     mask_token(config)
-    unknown = set(config.layer_types) - {FULL, SLIDING}
-    if unknown:
-        raise CheckpointError(f"layer type {sorted(unknown)[0]!r} is not known", mend=f"a block drafter has {FULL} and {SLIDING}")
+    check_layers(config)
     if SLIDING in config.layer_types and config.block_size > config.sliding_window:
         raise RecipeError(
             f"drafter.sliding_window={config.sliding_window} is shorter than a block of {config.block_size}",
             mend="set drafter.sliding_window higher or drafter.block_size lower",
-        )
-    if config.hidden_act != "silu":
-        raise CheckpointError(f"activation {config.hidden_act!r} is not known", mend="the MLP of a block drafter is SwiGLU (silu), which is what vLLM serves")
-    if config.hidden_size != config.target_hidden_size:
-        raise CheckpointError(
-            f"a drafter of width {config.hidden_size} cannot share embedding and LM head of a target of width {config.target_hidden_size}",
-            mend="the hidden size of a block drafter is the target's",
         )

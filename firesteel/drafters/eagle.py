@@ -10,7 +10,7 @@ Embedding and LM head are the target's and frozen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.attention import Attend, Geometry, Path, make_attend
-from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.init import init_random
-from firesteel.drafters.layers import MLP, Attention, RMSNorm, Table
+from firesteel.drafters.layers import MLP, Attention, RMSNorm, Table, check_layers
 from firesteel.drafters.rope import Rope
 from firesteel.drafters.rows import TrainingRows
 from firesteel.errors import CheckpointError
@@ -63,7 +63,7 @@ class EagleLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleDrafter(nn.Module):
+class EagleDrafter(nn.Module, ABC):
     """Backbone of both algorithms, freshly initialised; `block_states` is each one's own.
 
     Raises:
@@ -95,9 +95,10 @@ class EagleDrafter(nn.Module):
         z = self.block_states(batch, embed, attention)
         return TrainingRows([(z.flatten(0, 1), head)], None, z)
 
+    @abstractmethod
     def block_states(self, batch: Batch, embed: Tensor, attention: Path) -> Tensor:
         """States `[N, g, h]` of all slots after the last norm."""
-        raise NotImplementedError
+        ...
 
     def features(self, aux: Tensor) -> Tensor:
         """Captured states `[..., m * d]` -> features `[..., h]`."""
@@ -142,12 +143,12 @@ class EagleDrafter(nn.Module):
         return Geometry(batch.document, batch.position, anchors, slots, window, True, queries, skip=1)
 
 
-def attends(drafter: EagleDrafter, batch: Batch, slots: int, queries: int, attention: Path) -> list[Attend]:
-    """One attention a layer for the batch's anchors; layers with the same window share it."""
+def attends(drafter: EagleDrafter, batch: Batch, anchors: Tensor, slots: int, queries: int, attention: Path) -> list[Attend]:
+    """One attention a layer for these anchors; layers with the same window share it."""
     made: dict[str, Attend] = {}
     for i, kind in enumerate(drafter.config.layer_types):
         if kind not in made:
-            made[kind] = make_attend(attention, drafter.geometry(batch, batch.anchors, slots, queries, i))
+            made[kind] = make_attend(attention, drafter.geometry(batch, anchors, slots, queries, i))
     return [made[kind] for kind in drafter.config.layer_types]
 
 
@@ -167,20 +168,6 @@ def check_eagle(config: DraftConfig) -> None:
         raise CheckpointError(
             "norm_before_fc and fc_norm are both true, but the captured states are normalised together or one by one", mend="set one to false"
         )
-    unknown = set(config.layer_types) - {FULL, SLIDING}
-    if unknown:
-        raise CheckpointError(f"layer type {sorted(unknown)[0]!r} is not known", mend=f"layers are {FULL} or {SLIDING}")
-    if config.hidden_act != "silu":
-        raise CheckpointError(f"activation {config.hidden_act!r} is not known", mend="the MLP of a drafter is SwiGLU (silu), which is what vLLM serves")
-    if config.hidden_size != config.target_hidden_size:
-        raise CheckpointError(
-            f"a drafter of width {config.hidden_size} cannot share embedding and LM head of a target of width {config.target_hidden_size}",
-            mend="the hidden size of a drafter is the target's",
-        )
+    check_layers(config)
     if config.markov_rank or config.confidence_head or not config.sample_from_anchor:
         raise CheckpointError(f"an {config.algorithm} drafter has no heads and drafts from the anchor on")
-
-
-def cut(parts: Sequence[Tensor]) -> Tensor:
-    """Keys or values of the slots so far, `[N, Hkv, D]` each -> `[N, k, Hkv, D]`."""
-    return torch.stack(list(parts), dim=1)

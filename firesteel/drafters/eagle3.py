@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.attention import Path
-from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams, attends, cut
+from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams, attends
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -31,13 +31,13 @@ class Eagle3Drafter(EagleDrafter):
         for step in range(steps):
             table = self.rope.table(position + step, dtype)
             stream: Tensor | Streams = x
-            for i, (layer, attend) in enumerate(zip(self.layers, attends(self, batch, step + 1, 1, attention), strict=True)):
+            for i, (layer, attend) in enumerate(zip(self.layers, attends(self, batch, batch.anchors, step + 1, 1, attention), strict=True)):
                 assert isinstance(layer, EagleLayer)
                 y, residual = layer.enter(stream)
                 k, v = layer.self_attn.keys_values(y, table)
                 keys[i].append(k)
                 values[i].append(v)
-                mixed = attend(layer.self_attn.queries(y, table)[:, None], context[i], (cut(keys[i]), cut(values[i])))
+                mixed = attend(layer.self_attn.queries(y, table)[:, None], context[i], (torch.stack(keys[i], 1), torch.stack(values[i], 1)))
                 stream = layer.leave(residual, mixed[:, 0])
             assert isinstance(stream, Tensor)
             outputs.append(self.norm(stream))

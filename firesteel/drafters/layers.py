@@ -9,11 +9,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from firesteel.drafters.attention import Attend
-from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.config import FULL, SLIDING, DraftConfig
 from firesteel.drafters.rope import rotate
+from firesteel.errors import CheckpointError
 from firesteel.kernels.linear import linear
 
 Table = tuple[Tensor, Tensor]
+
+
+def check_layers(config: DraftConfig) -> None:
+    """Refuse layers that a drafter cannot have, whatever its algorithm.
+
+    Raises:
+        CheckpointError: names the field.
+    """
+    unknown = set(config.layer_types) - {FULL, SLIDING}
+    if unknown:
+        raise CheckpointError(f"layer type {sorted(unknown)[0]!r} is not known", mend=f"a drafter's layers are {FULL} or {SLIDING}")
+    if config.hidden_act != "silu":
+        raise CheckpointError(f"activation {config.hidden_act!r} is not known", mend="the MLP of a drafter is SwiGLU (silu), which is what vLLM serves")
+    if config.hidden_size != config.target_hidden_size:
+        raise CheckpointError(
+            f"a drafter of width {config.hidden_size} cannot share embedding and LM head of a target of width {config.target_hidden_size}",
+            mend="the hidden size of a drafter is the target's",
+        )
 
 
 class RMSNorm(nn.Module):

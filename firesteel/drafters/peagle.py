@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from firesteel.batches.anchors import seeded
 from firesteel.batches.batch import Batch
-from firesteel.drafters.attention import Attend, Path, make_attend
+from firesteel.drafters.attention import Path
 from firesteel.drafters.config import DraftConfig
-from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams
+from firesteel.drafters.eagle import EagleDrafter, EagleLayer, Streams, attends
 from firesteel.drafters.eagle_session import EagleSession
 from firesteel.drafters.rows import Draft, TrainingRows
 from firesteel.errors import CheckpointError
@@ -70,13 +70,10 @@ class PEagleDrafter(EagleDrafter):
                 torch.cat([first[0], masked[0].expand(len(chosen), length - 1, h)], dim=1),
                 torch.cat([first[1], masked[1].expand(len(chosen), length - 1, h)], dim=1),
             )
-            made: dict[str, Attend] = {}
-            for i, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=True)):
+            for i, (layer, attend) in enumerate(zip(self.layers, attends(self, batch, anchors, length, length, attention), strict=True)):
                 assert isinstance(layer, EagleLayer)
-                if kind not in made:
-                    made[kind] = make_attend(attention, self.geometry(batch, anchors, length, length, i))
                 y, residual = layer.enter(stream)
-                mixed = made[kind](layer.self_attn.queries(y, table), context[i], layer.self_attn.keys_values(y, table))
+                mixed = attend(layer.self_attn.queries(y, table), context[i], layer.self_attn.keys_values(y, table))
                 stream = layer.leave(residual, mixed)
             assert isinstance(stream, Tensor)
             out = out.index_put((chosen[:, None], torch.arange(length, device=chosen.device)), self.norm(stream))

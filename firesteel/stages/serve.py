@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from firesteel.artifact import open_artifact, write_atomic
 from firesteel.drafters.registry import get_spec
@@ -29,11 +28,11 @@ from firesteel.serving.command import Engine, find_engine, plan_serving, product
 from firesteel.serving.smoke import Expectation, Smoke, smoke_check
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Line
+from firesteel.stages.prompts import spread
 from firesteel.target.loading import load_tokenizer, resolve_target
-from firesteel.target.server import Server
+from firesteel.target.server import Server, leave_on_signals
 from firesteel.training.metrics import read_metrics
 
-T = TypeVar("T")
 NAME = "serve"
 
 
@@ -99,7 +98,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         model = str(_stitched(line, folder, Path(model)))
     ask = _ask(line, folder, speculative["num_speculative_tokens"])
     plan = plan_serving(engine, model, recipe.target, recipe.serve, speculative)
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_signals()
     place, started = line.folder / NAME, time.monotonic()
     line.screen.say(f"serve: starting {engine.distribution} {engine.version}; its log is {place / 'server.log'}")
     try:
@@ -167,11 +166,11 @@ def _ask(line: Line, package: Path, tokens: int) -> _Ask:
     evaluated = _evaluated(package)
     if evaluated is not None:
         pairs, longest = evaluated
-        chosen = _spread(pairs, recipe.serve.prompts)
+        chosen = spread(pairs, recipe.serve.prompts)
         expected = _expect([record for _, record in chosen], tokens)
         prompts = [prompt for prompt, _ in chosen]
     else:
-        prompts, longest = _spread(load_sources(recipe.prompts, "eval").prompts, recipe.serve.prompts), recipe.evaluate.max_new_tokens
+        prompts, longest = spread(load_sources(recipe.prompts, "eval").prompts, recipe.serve.prompts), recipe.evaluate.max_new_tokens
         expected = _promised(line, package, tokens)
     if not prompts:
         raise DataError("there is no held-out prompt to check the server with", mend="give one in prompts.sources with split: eval")
@@ -212,11 +211,6 @@ def _promised(line: Line, package: Path, tokens: int) -> Expectation:
     return Expectation(promise.acceptance_length, tokens, promise.measured_on)
 
 
-def _spread(items: Sequence[T], count: int) -> list[T]:
-    """Evenly spaced items; prompts come domain by domain in turn, so every domain has its share."""
-    return [items[i * len(items) // count] for i in range(min(count, len(items)))] if len(items) > count else list(items)
-
-
 def _report(line: Line, found: Smoke, engine: Engine, commands: Sequence[str]) -> None:
     expected = found.expected
     line.screen.say(
@@ -228,7 +222,3 @@ def _report(line: Line, found: Smoke, engine: Engine, commands: Sequence[str]) -
     line.screen.say("in production:")
     for command in commands:
         line.screen.say(f"  {command}")
-
-
-def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)

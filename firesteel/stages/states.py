@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,24 +61,37 @@ def open_states(line: Line) -> VllmStates:
     )
 
 
+async def leave(states: VllmStates) -> None:
+    """Close a client of `open_states`, and its exchange."""
+    await states.close()
+    states.exchange.close()
+
+
+@contextmanager
+def _client(line: Line) -> Iterator[tuple[VllmStates, asyncio.Runner]]:
+    """A client, and an event loop to run its work in; both end with the block."""
+    states = open_states(line)
+    with asyncio.Runner() as runner:
+        try:
+            yield states, runner
+        finally:
+            runner.run(leave(states))
+
+
 def check_servers(line: Line) -> dict[str, float]:
     """Fetch two samples from every server; the tokens per second of the second one, by server.
 
     Raises:
         FiresteelError: one of them cannot be used; the message names it.
     """
-    states, paces = open_states(line), {}
+    paces = {}
     length, vocab = min(line.recipe.hidden.max_length, _PROBE), line.target.spec.vocab_size
-    with asyncio.Runner() as runner:
-        try:
-            for url in servers(line):
-                for first in (0, 1):  # another beginning, so that no cached prefix flatters
-                    started = time.perf_counter()
-                    runner.run(states.fetch(url, [(i + first) % vocab for i in range(length)], [True] * length, "check"))
-                paces[url] = length / (time.perf_counter() - started)
-        finally:
-            runner.run(states.close())
-            states.exchange.close()
+    with _client(line) as (states, runner):
+        for url in servers(line):
+            for first in (0, 1):  # another beginning, so that no cached prefix flatters
+                started = time.perf_counter()
+                runner.run(states.fetch(url, [(i + first) % vocab for i in range(length)], [True] * length, "check"))
+            paces[url] = length / (time.perf_counter() - started)
     return paces
 
 
@@ -88,14 +102,14 @@ def captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample
         FiresteelError: a budget of `hidden.feed` is used up; the message has the last error.
     """
     settings = Endpoints(**line.recipe.hidden.feed.model_dump(include=set(Endpoints.model_fields)))
-    states, urls = open_states(line), servers(line)
-
-    async def ask(url: str, document: Document) -> HiddenSample:
-        return await states.fetch(url, document.token_ids, document.loss_mask, document.key)
-
-    pool: Pool[Document, HiddenSample] = Pool(ask, Roster(urls), settings, "document")
+    urls = servers(line)
     ahead = 2 * settings.concurrency * len(urls)
-    with asyncio.Runner() as runner:
+    with _client(line) as (states, runner):
+
+        async def ask(url: str, document: Document) -> HiddenSample:
+            return await states.fetch(url, document.token_ids, document.loss_mask, document.key)
+
+        pool: Pool[Document, HiddenSample] = Pool(ask, Roster(urls), settings, "document")
         runner.run(_call(pool.start))
         try:
             waiting: set[asyncio.Future[HiddenSample]] = set()
@@ -109,8 +123,6 @@ def captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample
                 yield from (future.result() for future in done)
         finally:
             runner.run(pool.close())
-            runner.run(states.close())
-            states.exchange.close()
 
 
 @torch.inference_mode()
@@ -122,24 +134,20 @@ def check_served_logits(line: Line, samples: Sequence[HiddenSample], tolerance: 
     Raises:
         HiddenStateError: they differ by more than `tolerance`.
     """
-    states, url, head = open_states(line), servers(line)[0], line.target.head
+    url, head = servers(line)[0], line.target.head
     worst = 0.0
-    with asyncio.Runner() as runner:
-        try:
-            for sample in samples:
-                said = runner.run(states.logprobs(url, sample.token_ids.tolist()))
-                ours = head.logits(sample.last.to(line.target.device)).softmax(-1).cpu()
-                distance = sum(_variation(said[p], row) for p, row in zip(sample.last_positions.tolist(), ours, strict=True)) / len(ours)
-                worst = max(worst, distance)
-                if not distance <= tolerance:
-                    raise HiddenStateError(
-                        f"document {sample.key}: probabilities recomputed from its states differ from those of {url} by {distance:.4f} (total variation), "
-                        f"hidden.logits_tolerance={tolerance}",
-                        mend="hidden.codec=fp32 rules out rounding; otherwise the server's precision is another than target.dtype, or the head another",
-                    )
-        finally:
-            runner.run(states.close())
-            states.exchange.close()
+    with _client(line) as (states, runner):
+        for sample in samples:
+            said = runner.run(states.logprobs(url, sample.token_ids.tolist()))
+            ours = head.logits(sample.last.to(line.target.device)).softmax(-1).cpu()
+            distance = sum(_variation(said[p], row) for p, row in zip(sample.last_positions.tolist(), ours, strict=True)) / len(ours)
+            worst = max(worst, distance)
+            if not distance <= tolerance:
+                raise HiddenStateError(
+                    f"document {sample.key}: probabilities recomputed from its states differ from those of {url} by {distance:.4f} (total variation), "
+                    f"hidden.logits_tolerance={tolerance}",
+                    mend="hidden.codec=fp32 rules out rounding; otherwise the server's precision is another than target.dtype, or the head another",
+                )
     return worst
 
 

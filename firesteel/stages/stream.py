@@ -50,12 +50,8 @@ def open_feed(line: Line, wanted: Sequence[Work]) -> SampleFeed:
     async def fetch(endpoint: str, work: Work) -> HiddenSample:
         return await served.fetch(endpoint, work.token_ids, work.loss_mask, work.key)
 
-    async def finish() -> None:
-        await served.close()
-        served.exchange.close()
-
     roster = Roster(states.servers(line), line.folder / ENDPOINTS)
-    return SampleFeed(fetch, wanted, roster, settings, step_tokens=step, check=check, finish=finish)
+    return SampleFeed(fetch, wanted, roster, settings, step_tokens=step, check=check, finish=partial(states.leave, served))
 
 
 def held_samples(line: Line, hidden: Artifact, store: HiddenStore | SampleFeed, keys: Sequence[str]) -> HiddenStore:

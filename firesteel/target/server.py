@@ -65,7 +65,37 @@ def exchange_config(hidden: recipes.Hidden, folder: Path, *, segment: bool) -> d
 
 def server_url(target: recipes.Target) -> str:
     """Where `extract-server` listens, for a client on the same machine."""
-    return f"http://{'127.0.0.1' if target.vllm.host == '0.0.0.0' else target.vllm.host}:{target.vllm.port}"
+    return local_url(target.vllm.host, target.vllm.port)
+
+
+def local_url(host: str, port: int) -> str:
+    """A server's address for a client on the same machine."""
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+
+
+def on_cpu() -> tuple[list[str], dict[str, str]]:
+    """What vLLM's CPU build is told beside the rest: arguments and environment."""
+    return ["--enforce-eager"], {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)}
+
+
+def find_python(name: str | None, setting: str) -> str:
+    """The interpreter of the environment that has vLLM; this one where none is named.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if name is None:
+        return sys.executable
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"{setting}={name} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
+    return str(path.absolute())  # not resolved: a virtual environment is where its link is
+
+
+def leave_on_signals() -> None:
+    """SIGTERM and SIGINT leave by exceptions, so that a `Server` is stopped; also where a shell started this in the background."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def plan_server(
@@ -84,7 +114,7 @@ def plan_server(
     """
     check_length(hidden, max_positions)
     v = target.vllm
-    python = _python(v.python)
+    python = find_python(v.python, "target.vllm.python")
     ids = sorted({*layer_ids, num_layers})
     speculative = {
         "method": "extract_hidden_states",
@@ -107,8 +137,8 @@ def plan_server(
         command.append("--trust-remote-code")
     env = {"PYTHONPATH": str(_code(folder))}
     if target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available()):
-        command.append("--enforce-eager")
-        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+        more, own = on_cpu()
+        command, env = [*command, *more], env | own
     master = []
     if hidden.transport == "mooncake" and hidden.mooncake.master is None:
         port = hidden.mooncake.port
@@ -234,13 +264,8 @@ def _last_error(log: Path) -> str:
     return (causes or lines or ["it said nothing"])[-1][-400:]
 
 
-def _python(name: str | None) -> str:
-    if name is None:
-        return sys.executable
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise RecipeError(f"target.vllm.python={name} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
-    return str(path.absolute())  # not resolved: a virtual environment is where its link is
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _code(folder: Path) -> Path:

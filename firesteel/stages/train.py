@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +43,9 @@ def artifact_name(line: Line, algorithm: str) -> str:
 def run(line: Line) -> list[Artifact]:
     """Train every drafter that the recipe asks for."""
     hidden = line.input("hidden")
-    return [_run_one(line, hidden, a) for a in algorithms(line)]
+    # Reading every sample takes as long as the disk does: once for all drafters, and only if one has a reduced vocabulary.
+    counts = cache(lambda: _counts(line, hidden))
+    return [_run_one(line, hidden, a, counts) for a in algorithms(line)]
 
 
 @dataclass
@@ -109,7 +113,7 @@ def take(listed: list[Listed], tokens: int) -> list[Listed]:
     return chosen
 
 
-def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
+def _run_one(line: Line, hidden: Artifact, algorithm: str, counts: Callable[[], torch.Tensor]) -> Artifact:
     recipe, drafter = line.recipe, line.recipe.drafter_of(algorithm)
     settings = {
         "drafter": {**drafter.model_dump(), "init": warm_key(drafter)},
@@ -119,13 +123,14 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str) -> Artifact:
         "target": prompts_stage.target_settings(line),
     }
     name = artifact_name(line, algorithm)
-    return line.stage(name, settings, {"hidden": hidden.manifest.content}, lambda writer: _make(line, writer, hidden, algorithm), drop=(STATE,))
+    return line.stage(name, settings, {"hidden": hidden.manifest.content}, lambda writer: _make(line, writer, hidden, algorithm, counts), drop=(STATE,))
 
 
-def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) -> dict[str, Any]:
+def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, counts: Callable[[], torch.Tensor]) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
     settings = recipe.drafter_of(algorithm)
-    vocab = draft_vocab(line, hidden, settings.draft_vocab_size)
+    size = settings.draft_vocab_size
+    vocab = None if size is None or size == target.spec.vocab_size else build_vocab(counts(), size, target.spec.eos_ids)
     config, warm = configure(line, algorithm)
     frozen = target.checksum()
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
@@ -171,19 +176,13 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str) 
         "validation_documents": [d.key for d in take(extract.read_index(hidden, "validation"), recipe.train.validation_tokens)],
         "documents": len(job.source.keys),
         "tokens": sum(job.source.lengths),
-        "coverage": None if vocab is None else vocab.coverage(_counts(line, hidden)),
+        "coverage": None if vocab is None else vocab.coverage(counts()),
         "target": target.spec.to_dict(),
     }
 
 
-def draft_vocab(line: Line, hidden: Artifact, size: int | None) -> DraftVocab | None:
-    """A reduced vocabulary of this size, ranked by the supervised tokens of the training documents; None for the whole one."""
-    if size is None or size == line.target.spec.vocab_size:
-        return None
-    return build_vocab(_counts(line, hidden), size, line.target.spec.eos_ids)
-
-
 def _counts(line: Line, hidden: Artifact) -> torch.Tensor:
+    """`[V]` how often each token is supervised in the training documents: what a reduced vocabulary is ranked by."""
     if line.recipe.hidden.store == "stream":
         found = ((torch.tensor(w.token_ids), torch.tensor(w.loss_mask)) for w in stream.works(line, hidden, "train"))
         return count_supervised(found, line.target.spec.vocab_size)

@@ -25,11 +25,9 @@ def warm_source(settings: Drafter) -> LoadedDraft | None:
         RecipeError: `drafter.init` is neither a known word nor a folder.
         CheckpointError: the folder is no checkpoint that can be read, or it has tables of its own.
     """
-    if settings.init in ("random", "target"):
+    folder = _folder(settings)
+    if folder is None:
         return None
-    folder = Path(settings.init)
-    if not folder.is_dir():
-        raise RecipeError(f"drafter.init={settings.init} is no folder", mend="random, target, or the folder of a checkpoint")
     try:
         loaded = load(folder)
     except CheckpointError as e:
@@ -51,8 +49,22 @@ def warm_key(settings: Drafter) -> str:
     Raises:
         RecipeError, CheckpointError: as `warm_source`.
     """
-    loaded = warm_source(settings)
-    return settings.init if loaded is None else hash_file(loaded.folder / WEIGHTS)
+    folder = _folder(settings)
+    if folder is None:
+        return settings.init
+    if not (folder / WEIGHTS).is_file():
+        warm_source(settings)  # says what is wrong with it
+    return hash_file(folder / WEIGHTS)
+
+
+def _folder(settings: Drafter) -> Path | None:
+    """The folder that `drafter.init` names, or None for its words."""
+    if settings.init in ("random", "target"):
+        return None
+    folder = Path(settings.init)
+    if not folder.is_dir():
+        raise RecipeError(f"drafter.init={settings.init} is no folder", mend="random, target, or the folder of a checkpoint")
+    return folder
 
 
 def begin(drafter: nn.Module, loaded: LoadedDraft, vocab: DraftVocab | None, head: Tensor) -> str:

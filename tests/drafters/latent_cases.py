@@ -5,29 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from block_cases import TINY as PLAIN
 
-from firesteel.drafters.config import FULL, DraftConfig
+from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.latent import LatentDrafter
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
-TINY = DraftConfig(
-    algorithm="dspark",
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
+TINY = replace(
+    PLAIN,
     num_heads=3,
     num_kv_heads=3,
     head_dim=4,
-    vocab_size=50,
-    draft_vocab_size=50,
-    target_hidden_size=24,
-    layer_ids=(1, 3),
-    block_size=4,
-    mask_token_id=49,
-    sample_from_anchor=True,
-    layer_types=(FULL, FULL),
-    markov_rank=6,
-    confidence_head=True,
     max_position_embeddings=64,
     extra={"backbone": "mla", "q_lora_rank": 10, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "v_head_dim": 5},
 )

@@ -15,32 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.block_format import sees_markov
-from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.session import BlockSession
 from firesteel.package.convert.convert import write
 from firesteel.package.load import load
 from firesteel.target.local import capture
 
-BY_HAND = DraftConfig(
-    algorithm="dflash",
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    draft_vocab_size=40,
-    target_hidden_size=24,
-    layer_ids=(1, 3, 4),
-    block_size=4,
-    mask_token_id=39,
-    sample_from_anchor=False,
-    layer_types=(FULL, FULL),
-    rms_norm_eps=1e-5,
-    rope_theta=5000.0,
-    max_position_embeddings=512,
-)
+BY_HAND = replace(DFLASH, layer_ids=(1, 3, 4))
 
 
 def session_of(config: DraftConfig, tensors: dict[str, torch.Tensor]) -> BlockSession:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from parity_target import HIDDEN, facts, save_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from firesteel import recipe as recipes
 from firesteel.batches.packing import BlockLayout, pack
-from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.build import make_config
 from firesteel.drafters.dflash2 import DFlash2Drafter
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
@@ -25,7 +25,7 @@ from firesteel.losses.weights import exponential_weights
 from firesteel.package.contract import make_contract
 from firesteel.package.export import export
 from firesteel.package.load import load
-from firesteel.target.head import TargetHead, make_head
+from firesteel.target.head import TargetHead
 from firesteel.target.spec import TargetSpec
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import TrainJob, compute_loss
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not PEER_PYTHON.is_file(), reason="the peer's environment .venv-peers is not there: build it with `make bench-peers`"),
 ]
 
-VOCAB, HIDDEN, LAYERS, MASK_TOKEN, BLOCK = 97, 32, (1, 3, 4), 90, 8
+LAYERS, MASK_TOKEN, BLOCK = (1, 3, 4), 90, 8
 LENGTHS = (23, 27)
 
 
@@ -90,7 +90,7 @@ class Both:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     work = tmp_path_factory.mktemp("dflash2")
-    target = _target(work / "target")
+    target = save_target(work / "target")
     sides = {name: _ours(case, work / name, work / "target", target) for name, case in CASES.items()}
     drafter = sides["plain"][0]
     _export(work / "ours", drafter)
@@ -155,34 +155,12 @@ def test_we_open_the_peers_checkpoint(both: Both) -> None:
     assert all(torch.equal(tensor, both.drafter.state_dict()[name]) for name, tensor in opened.state_dict().items())
 
 
-def _target(folder: Path) -> TargetHead:
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        rope_theta=20000.0,
-        tie_word_embeddings=False,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    model.model.norm.weight.uniform_(0.5, 1.5)
-    model.lm_head.weight.normal_(std=0.4)
-    model.save_pretrained(folder)
-    return make_head(model, 1.0, None)
-
-
 def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> tuple[DFlash2Drafter, dict[str, Tensor]]:
     """Our side of a case; leaves batch, setting and weights in `folder` for the peer."""
     folder.mkdir()
     torch.manual_seed(7)
     wanted = recipes.Drafter(algorithm="dflash2", num_layers=2, block_size=BLOCK, dflash2=recipes.DFlash2(**case.own), **case.drafter)
-    drafter = DFlash2Drafter(make_config(wanted, _facts(), LAYERS, MASK_TOKEN))
+    drafter = DFlash2Drafter(make_config(wanted, facts(), LAYERS, MASK_TOKEN))
     with torch.no_grad():
         for parameter in drafter.parameters():  # no parameter may hide behind an initial 0 or 1
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -269,24 +247,7 @@ def _export(folder: Path, drafter: DFlash2Drafter) -> None:
         logit_scale=1.0,
         eos_ids=(1,),
         fingerprint="0123456789abcdef",
-        **vars(_facts()),
+        **vars(facts()),
     )
     contract = make_contract(drafter.config, spec, thinking=None, temperatures=(), promise=None, speculative_tokens=drafter.config.num_drafts)
     export(folder, drafter.state_dict(), drafter.config, contract, target_ids=None, head_rows=None, dtype=torch.float32)
-
-
-def _facts() -> TargetFacts:
-    return TargetFacts(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        rope_theta=20000.0,
-        rope_scaling=None,
-        max_position_embeddings=128,
-        hidden_act="silu",
-        num_layers=6,
-    )

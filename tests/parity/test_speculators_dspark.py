@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from parity_target import HIDDEN, facts, save_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from firesteel import recipe as recipes
 from firesteel.batches.packing import BlockLayout, pack
 from firesteel.drafters.block import BlockDrafter
-from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.build import make_config
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
-from firesteel.target.head import TargetHead, make_head
+from firesteel.target.head import TargetHead
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import TrainJob, compute_loss
 from firesteel.training.schedule import loss_weights
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not PEER_PYTHON.is_file(), reason="the peer's environment .venv-peers is not there: build it with `make bench-peers`"),
 ]
 
-VOCAB, HIDDEN, LAYERS, MASK_TOKEN = 97, 32, (1, 3, 4), 90
+LAYERS, MASK_TOKEN = (1, 3, 4), 90
 LENGTHS = (23, 27)
 
 
@@ -97,26 +97,8 @@ class Both:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetHead]:
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        rope_theta=20000.0,
-        tie_word_embeddings=False,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    model.model.norm.weight.uniform_(0.5, 1.5)
-    model.lm_head.weight.normal_(std=0.4)
     folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    return folder, make_head(model, 1.0, None)
+    return folder, save_target(folder)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +152,7 @@ def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> dict[str,
     torch.manual_seed(7)
     block = 8
     wanted = recipes.Drafter(algorithm=case.algorithm, num_layers=2, block_size=block, markov_rank=6, **{"attention": "full", **case.drafter})
-    drafter = BlockDrafter(make_config(wanted, _facts(), LAYERS, MASK_TOKEN))
+    drafter = BlockDrafter(make_config(wanted, facts(), LAYERS, MASK_TOKEN))
     with torch.no_grad():
         for parameter in drafter.parameters():  # no parameter may hide behind an initial 0 or 1
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -244,20 +226,3 @@ def _write(case: Case, folder: Path, target: Path, drafter: BlockDrafter, sample
     (folder / "setting.json").write_text(json.dumps(setting))
     save_file(batch, folder / "batch.safetensors")
     save_file({k: v.clone().contiguous() for k, v in drafter.state_dict().items()}, folder / "weights.safetensors")
-
-
-def _facts() -> TargetFacts:
-    return TargetFacts(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        rope_theta=20000.0,
-        rope_scaling=None,
-        max_position_embeddings=128,
-        hidden_act="silu",
-        num_layers=6,
-    )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_target import HIDDEN, VOCAB, facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
 from firesteel.batches.packing import BlockLayout, pack
 from firesteel.batches.vocab import DraftVocab
-from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.build import make_config
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.peagle import PEagleDrafter, chain_lengths
 from firesteel.drafters.registry import get_spec
@@ -41,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(not PEER_PYTHON.is_file(), reason="the peer's environment .venv-peers is not there: build it with `make bench-peers`"),
 ]
 
-VOCAB, HIDDEN, LAYERS, LENGTH, DECAY = 97, 32, (1, 3, 4), 23, 0.8
+LAYERS, LENGTH, DECAY = (1, 3, 4), 23, 0.8
 
 
 @dataclass
@@ -103,7 +104,7 @@ def _ours(case: Case, folder: Path) -> dict[str, Tensor]:
     settings = recipes.Drafter(
         algorithm=case.algorithm, **{"num_layers": 1, "block_size": steps, **case.drafter}, eagle=recipes.Eagle.model_validate(case.eagle)
     )
-    config = make_config(settings, _facts(), LAYERS, 90)
+    config = make_config(settings, facts(), LAYERS, 90)
     drafter: Any = get_spec(case.algorithm).build(config)
     with torch.no_grad():
         for parameter in drafter.parameters():  # no parameter may hide behind an initial 0 or 1
@@ -199,20 +200,3 @@ def _write(
     save_file({name: value.detach().clone().contiguous() for name, value in data.items()}, folder / "data.safetensors")
     save_file({name: value.clone().contiguous() for name, value in drafter.state_dict().items()}, folder / "weights.safetensors")
     return elements
-
-
-def _facts() -> TargetFacts:
-    return TargetFacts(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        rope_theta=20000.0,
-        rope_scaling=None,
-        max_position_embeddings=128,
-        hidden_act="silu",
-        num_layers=6,
-    )

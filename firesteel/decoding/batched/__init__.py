@@ -1,0 +1,1 @@
+"""Continuous batching: many requests in one step, with and without a drafter."""

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from firesteel.artifact import write_atomic
-from firesteel.evaluation.plots import DARK, LIGHT, render_plots
+from firesteel.evaluation.canvas import DARK, LIGHT
+from firesteel.evaluation.plots import render_plots
 from firesteel.evaluation.report import headline, parse_report, write_report_json
 from firesteel.evaluation.schema import Report
 from firesteel.evaluation.speed import expected_speedups
 
-TEMPLATE = Path(__file__).with_name("report_template.html")
+FOLDER = Path(__file__).parent
 ABSENT = "not measured"
 
 
@@ -27,12 +28,10 @@ def render_html(data: Mapping[str, Any]) -> str:
         ArtifactError: the report does not follow the schema.
     """
     report = parse_report(data)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters.update(number=_number, percent=_percent, count=_count, plain=_plain, big=_big, bytes=_bytes, duration=_duration, words=_words)
     light, dark = render_plots(data, LIGHT), render_plots(data, DARK)
     alternatives = _alternatives(report)
-    plots = {name: _plot(png, dark[name], alternatives[name]) for name, png in light.items()}
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    plots = {name: picture(png, dark[name], alternatives[name]) for name, png in light.items()}
+    return page_template("report_template.html").render(
         r=report,
         headline=headline(data),
         plots=plots,
@@ -53,7 +52,15 @@ def write_report(data: Mapping[str, Any], folder: Path) -> None:
     write_html(data, folder / "report.html")
 
 
-def _plot(light: bytes, dark: bytes, alternative: str) -> dict[str, Any]:
+def page_template(name: str) -> Template:
+    """A page of this room, with the filters that pages share; whatever is filled in is escaped."""
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters.update(number=_number, percent=_percent, count=_count, plain=_plain, big=_big, bytes=_bytes, duration=_duration, words=_words)
+    return environment.get_template(name)
+
+
+def picture(light: bytes, dark: bytes, alternative: str) -> dict[str, Any]:
+    """A plot as a page shows it: PNGs for both themes as data URIs, their size, and what they show in words."""
     width, height = struct.unpack(">II", light[16:24])  # the IHDR chunk comes first in every PNG
     return {"light": _data_uri(light), "dark": _data_uri(dark), "width": width, "height": height, "alt": alternative}
 

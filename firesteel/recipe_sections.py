@@ -302,7 +302,9 @@ class Evaluate(Section):
 
 
 class Serve(Section):
-    engine: Literal["vllm"] = Field("vllm", description="Who serves target and drafter.")
+    engine: Literal["vllm", "own"] = Field(
+        "vllm", description="Who serves target and drafter: vLLM, or Firesteel's own batched engine in this process (docs/server.md)."
+    )
     python: str | None = Field(None, description="Python of the environment that has vLLM; empty takes target.vllm.python, and without that Firesteel's own.")
     host: str = Field("127.0.0.1", description="Address at which the server listens.")
     port: int = Field(8000, description="Port at which it listens.", ge=1, le=65535)
@@ -317,3 +319,16 @@ class Serve(Section):
     tolerance: float = Field(
         0.1, description="Largest relative shortfall of the drafted tokens accepted per round, as the server counts them, against what was measured.", gt=0
     )
+    policy: Literal["fixed", "threshold", "scheduled", "asynchronous", "plain"] = Field(
+        "scheduled", description="Own engine: how many drafts are verified (docs/scheduling.md); `plain` decodes without the drafter."
+    )
+    threshold: float = Field(0.4, description="Own engine, policy threshold: drafts are verified while their confidences multiply to this or more.", ge=0, le=1)
+    max_requests: int = Field(16, description="Own engine: answers written at the same time.", ge=1)
+    step_tokens: int = Field(512, description="Own engine: tokens of a step at most, as far as prompts are concerned.", ge=1)
+    cache_gb: float = Field(1.0, description="Own engine: memory for keys and values of target and drafter, in GiB.", gt=0)
+    model_name: str | None = Field(None, description="Own engine: the name that clients ask for; empty takes the target's.")
+    api_key: str | None = Field(None, description="Own engine: the key that clients must send; empty asks for none.", min_length=1)
+    max_queue: int = Field(256, description="Own engine: answers that may wait beyond max_requests; more are refused with status 429.", ge=0)
+    max_body: int = Field(4 * 2**20, description="Own engine: largest body of an HTTP request, in bytes.", ge=1024)
+    request_seconds: float = Field(600.0, description="Own engine: seconds after which an unfinished request is ended with an error.", gt=0)
+    drain_seconds: float = Field(30.0, description="Own engine: seconds that running requests have to finish after SIGTERM or Ctrl-C.", ge=0)

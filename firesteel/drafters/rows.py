@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.config import DraftConfig
+from firesteel.kernels.spans import Span
 
 
 @dataclass
@@ -84,6 +85,17 @@ class Draft:
     confidences: list[float] | None
 
 
+@dataclass(frozen=True)
+class Want:
+    """A draft to be made for one of many sequences: `count` tokens after `anchor`, which stands at `span.start`, the first position not yet observed."""
+
+    span: Span
+    anchor: int
+    count: int
+    temperature: float
+    generator: torch.Generator | None
+
+
 class DraftSession(Protocol):
     """One sequence being drafted for."""
 
@@ -99,6 +111,36 @@ class DraftSession(Protocol):
         """Forget all positions from `length` on."""
         ...
 
+    def fork(self) -> Self:
+        """An empty session for another sequence, with the same weights."""
+        ...
+
     def expand(self, probs: Tensor) -> Tensor:
         """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's."""
+        ...
+
+
+class BatchDrafter(Protocol):
+    """Many sequences being drafted for at once.
+
+    Attributes:
+        shares_prefix: what it knows of a beginning lies in the beginning's blocks, and holds for every text that begins so.
+        num_drafts: drafts of a round at most.
+        scratch: positions behind the text that a draft writes to.
+    """
+
+    shares_prefix: bool
+    num_drafts: int
+    scratch: int
+
+    def observe(self, tokens: Tensor, spans: Sequence[Span], aux: Tensor) -> None:
+        """Take in the next positions of each span: token ids `[N]` and the target's captured states `[N, m * d]`, span after span."""
+        ...
+
+    def draft(self, wants: Sequence[Want]) -> list[Draft]:
+        """One draft each; `probs` are `[n, V]`, over target ids."""
+        ...
+
+    def forget(self, key: int) -> None:
+        """The sequence has left."""
         ...

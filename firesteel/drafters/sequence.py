@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ class OneSequence:
         self.config, self.device, self.max_length, self.length = config, device, max_length, 0
         self.draft_to_target = None if draft_to_target is None else draft_to_target.to(device)
         self._room = 0
+
+    def fork(self) -> Self:
+        """An empty session for another sequence; weights are shared."""
+        other = copy.copy(self)
+        other.length = other._room = 0
+        for name, axis in self.kept.items():
+            setattr(other, name, getattr(self, name).narrow(axis, 0, 0).clone())
+        return other
 
     def rewind(self, length: int) -> None:
         """Forget all positions from `length` on."""

@@ -16,6 +16,7 @@ from firesteel.package.contract import Contract
 from firesteel.package.load import check_target, load
 from firesteel.stages.line import Line
 from firesteel.stages.train import load_trained
+from firesteel.target.local import LocalTarget
 from firesteel.target.session import TargetSession
 
 
@@ -45,6 +46,10 @@ class FullVocabulary:
     def rewind(self, length: int) -> None:
         self.inner.rewind(length)
 
+    def fork(self) -> FullVocabulary:
+        """An empty session for another sequence."""
+        return FullVocabulary(self.inner.fork())
+
 
 @dataclass
 class Runtime:
@@ -61,30 +66,63 @@ class Runtime:
         return self.config.num_drafts
 
 
+@dataclass
+class Parts:
+    """A drafter with what it needs to decode: tables of the target, or its own."""
+
+    drafter: nn.Module
+    config: DraftConfig
+    embed: Tensor
+    head: Tensor
+    target_ids: Tensor | None
+    temperatures: list[float] | None
+    contract: Contract | None
+
+    def session(self, max_length: int) -> DraftSession:
+        """A decoding session for one sequence."""
+        return get_spec(self.config.algorithm).session(
+            self.drafter,
+            self.embed,
+            self.head,
+            draft_to_target=self.target_ids,
+            max_length=max_length,
+            confidence_temperatures=self.temperatures,
+        )
+
+
+def package_parts(target: LocalTarget, folder: Path) -> Parts:
+    """Load an exported folder for a target.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its drafter belongs to another target.
+    """
+    loaded, spec = load(folder), target.spec
+    check_target(loaded, spec.fingerprint, spec.hidden_size, spec.vocab_size, target_name=spec.name)
+    drafter = get_spec(loaded.config.algorithm).build(loaded.config)
+    drafter.load_state_dict({name: tensor.float() for name, tensor in loaded.tensors.items()})
+    temperatures = loaded.contract.temperatures if loaded.contract is not None else ()
+    head = None if loaded.head_rows is None else loaded.head_rows.float()
+    return _parts(target, drafter, loaded.config, loaded.target_ids, head, loaded.embed, temperatures, loaded.contract)
+
+
 def open_package(line: Line, folder: Path) -> Runtime:
     """Open an exported folder for the line's target.
 
     Raises:
         CheckpointError: the folder is damaged, or its drafter belongs to another target.
     """
-    loaded, spec = load(folder), line.target.spec
-    check_target(loaded, spec.fingerprint, spec.hidden_size, spec.vocab_size, target_name=spec.name)
-    drafter = get_spec(loaded.config.algorithm).build(loaded.config)
-    drafter.load_state_dict({name: tensor.float() for name, tensor in loaded.tensors.items()})
-    temperatures = loaded.contract.temperatures if loaded.contract is not None else ()
-    head = None if loaded.head_rows is None else loaded.head_rows.float()
-    return _runtime(line, drafter, loaded.config, loaded.target_ids, head, loaded.embed, temperatures, loaded.contract)
+    return _runtime(line, package_parts(line.target, folder))
 
 
 def open_trained(line: Line, algorithm: str) -> Runtime:
     """A trained drafter that is compared, not exported."""
     trained = load_trained(line, algorithm)
     ids = None if trained.vocab is None else trained.vocab.target_ids
-    return _runtime(line, trained.drafter, trained.config, ids, None, None, (), None)
+    return _runtime(line, _parts(line.target, trained.drafter, trained.config, ids, None, None, (), None))
 
 
-def _runtime(
-    line: Line,
+def _parts(
+    target: LocalTarget,
     drafter: nn.Module,
     config: DraftConfig,
     target_ids: Tensor | None,
@@ -92,20 +130,16 @@ def _runtime(
     embed: Tensor | None,
     temperatures: Sequence[float],
     contract: Contract | None,
-) -> Runtime:
-    target = line.target
+) -> Parts:
     if head is None:
         head = target.head.weight if target_ids is None else target.head.weight[target_ids.to(target.device)]
-    session = get_spec(config.algorithm).session(
-        drafter.eval(),
-        target.head.embed if embed is None else embed,
-        head,
-        draft_to_target=target_ids,
-        max_length=session_length(line),
-        confidence_temperatures=list(temperatures) or None,
-    )
-    decoding = line.decoding_session(config.layer_ids, session_length(line))
-    return Runtime(decoding, FullVocabulary(session), drafter, config, contract)
+    return Parts(drafter.eval(), config, target.head.embed if embed is None else embed, head, target_ids, list(temperatures) or None, contract)
+
+
+def _runtime(line: Line, parts: Parts) -> Runtime:
+    length = session_length(line)
+    session = FullVocabulary(parts.session(length))
+    return Runtime(line.decoding_session(parts.config.layer_ids, length), session, parts.drafter, parts.config, parts.contract)
 
 
 def session_length(line: Line) -> int:

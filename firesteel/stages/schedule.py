@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from firesteel.decoding.adaptive import Scheduler
+from firesteel.decoding.adaptive import AsynchronousScheduler, Scheduler
+from firesteel.decoding.batched.costs import CONTEXT, measure_batch_profile
+from firesteel.decoding.batched.engine import Engine
 from firesteel.decoding.profile import Profile, ProfileKey, measure_profile, stored_profile
+from firesteel.drafters.config import DraftConfig
 from firesteel.evaluation.machine import machine_facts
+from firesteel.package.contract import Contract
 from firesteel.stages.line import Line
-from firesteel.stages.runtime import Runtime
+from firesteel.stages.runtime import Parts, Runtime
 
 _REPEATS = 7
 # Acceptance assumed of a drafter whose checkpoint promises nothing; the first rounds correct it.
@@ -21,27 +26,64 @@ _UNKNOWN_RATE = 0.6
 
 def make_scheduler(line: Line, runtime: Runtime, prompt_ids: Sequence[int]) -> Scheduler:
     """DSpark's scheduler by this machine's costs; until rounds are seen it expects the acceptance that the checkpoint promises."""
-    promise = None if runtime.contract is None else runtime.contract.promise
-    rate = _UNKNOWN_RATE if promise is None else rate_of_length(promise.acceptance_length, promise.draft_length)
-    return Scheduler(step_profile(line, runtime, prompt_ids), prior=[rate])
+    return Scheduler(step_profile(line, runtime, prompt_ids), prior=[_promised_rate(runtime.contract)])
+
+
+def batch_scheduler(line: Line, engine: Engine, parts: Parts, *, asynchronous: bool) -> Scheduler:
+    """The same for the batched engine."""
+    kind = AsynchronousScheduler if asynchronous else Scheduler
+    return kind(batch_profile(line, engine, parts), prior=[_promised_rate(parts.contract)])
 
 
 def step_profile(line: Line, runtime: Runtime, prompt_ids: Sequence[int]) -> Profile:
     """The profile of this machine, target and drafter behind a context about as long as the prompt; kept in `target.cache_dir`."""
-    spec, accelerator = line.target.spec, torch.cuda.get_device_name() if line.target.device.type == "cuda" else None
     # Attention's cost grows slowly with the context: lengths within a factor of two share a profile.
     context = 1 << (len(prompt_ids) - 1).bit_length()
-    machine = _text(machine_facts(accelerator=accelerator).model_dump()) + f", {torch.get_num_threads()} threads"
-    shape = f"1 request, up to {context} tokens of context, {runtime.config.algorithm} {_text(asdict(runtime.config))}"
-    key = ProfileKey(machine, f"{spec.fingerprint} {line.recipe.target.dtype}", runtime.target.engine_name, shape)
+    shape = f"1 request, up to {context} tokens of context, {_drafter_text(runtime.config)}"
+    measure = partial(measure_profile, runtime.target, runtime.session, prompt_ids, draft_tokens=runtime.num_drafts, repeats=_REPEATS)
+    return _stored(line, runtime.target.engine_name, shape, measure)
 
-    def measure() -> Profile:
+
+def batch_profile(line: Line, engine: Engine, parts: Parts) -> Profile:
+    """The profile of the batched engine's steps on this machine; kept in `target.cache_dir`."""
+    requests, tokens = engine.max_requests, engine.draft_tokens
+    shape = f"{requests} requests, {CONTEXT} tokens of context, drafts of {tokens}, {_drafter_text(parts.config)}"
+    name = f"batched {type(engine.target).__name__} {type(engine.drafter).__name__}"
+    vocabulary = line.target.spec.vocab_size
+    measure = partial(
+        measure_batch_profile,
+        engine.target,
+        engine.drafter,
+        engine.pool,
+        requests=requests,
+        draft_tokens=tokens,
+        vocab_size=vocabulary,
+        repeats=_REPEATS,
+    )
+    return _stored(line, name, shape, measure)
+
+
+def _stored(line: Line, engine: str, shape: str, measure: Callable[[], Profile]) -> Profile:
+    spec, accelerator = line.target.spec, torch.cuda.get_device_name() if line.target.device.type == "cuda" else None
+    machine = _text(machine_facts(accelerator=accelerator).model_dump()) + f", {torch.get_num_threads()} threads"
+    key = ProfileKey(machine, f"{spec.fingerprint} {line.recipe.target.dtype}", engine, shape)
+
+    def tell() -> Profile:
         line.screen.say("measuring what steps cost on this machine (once)")
-        found = measure_profile(runtime.target, runtime.session, prompt_ids, draft_tokens=runtime.num_drafts, repeats=_REPEATS)
+        found = measure()
         line.screen.say(f"profile: {found.describe()}")
         return found
 
-    return stored_profile(Path(line.recipe.target.cache_dir).expanduser() / "profiles", key, measure)
+    return stored_profile(Path(line.recipe.target.cache_dir).expanduser() / "profiles", key, tell)
+
+
+def _promised_rate(contract: Contract | None) -> float:
+    promise = None if contract is None else contract.promise
+    return _UNKNOWN_RATE if promise is None else rate_of_length(promise.acceptance_length, promise.draft_length)
+
+
+def _drafter_text(config: DraftConfig) -> str:
+    return f"{config.algorithm} {_text(asdict(config))}"
 
 
 def rate_of_length(acceptance_length: float, drafts: int) -> float:

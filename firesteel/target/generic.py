@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,6 +66,10 @@ class GenericDecoder:
         """
         self._return_to(start)
         return self._run(tokens, keep)
+
+    def fork(self) -> Self:
+        """The same model with an empty cache."""
+        return type(self)(self.model, self.layer_ids)
 
     def _return_to(self, start: int) -> None:
         surplus = self.cache.get_seq_length() - start

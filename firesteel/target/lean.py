@@ -10,9 +10,10 @@ whoever builds it (`target.session` compares logits and captured states before t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +158,12 @@ class LeanDecoder:
         states[len(self.layers)] = x
         last = F.rms_norm(x[n - keep :], self.norm.shape, self.norm, self.eps)
         return self.head(last), torch.cat([states[i] for i in self.layer_ids], dim=-1)
+
+    def fork(self) -> Self:
+        """The same packed weights with a cache of their own."""
+        other = copy.copy(self)
+        other.layers = [replace(layer, keys=torch.zeros_like(layer.keys), values=torch.zeros_like(layer.values)) for layer in self.layers]
+        return other
 
     def _layer(self, layer: Any, max_length: int) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

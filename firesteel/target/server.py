@@ -78,8 +78,8 @@ def on_cpu() -> tuple[list[str], dict[str, str]]:
     return ["--enforce-eager"], {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)}
 
 
-def find_python(name: str | None, setting: str) -> str:
-    """The interpreter of the environment that has vLLM; this one where none is named.
+def find_python(name: str | None, setting: str, *, mend: str = "give the Python of the environment that has vLLM, such as .venv-vllm/bin/python") -> str:
+    """The interpreter of the environment that has vLLM (or what `mend` says); this one where none is named.
 
     Raises:
         RecipeError: there is none.
@@ -88,7 +88,7 @@ def find_python(name: str | None, setting: str) -> str:
         return sys.executable
     path = Path(name).expanduser()
     if not path.is_file():
-        raise RecipeError(f"{setting}={name} does not exist", mend="give the Python of the environment that has vLLM, such as .venv-vllm/bin/python")
+        raise RecipeError(f"{setting}={name} does not exist", mend=mend)
     return str(path.absolute())  # not resolved: a virtual environment is where its link is
 
 

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ class StepOutput:
 class _Engine(Protocol):
     def forward(self, tokens: Tensor, start: int, keep: int) -> tuple[Tensor, Tensor]:
         """Run `tokens` after the first `start` cached positions, forgetting any later ones."""
+        ...
+
+    def fork(self) -> Self:
+        """The same weights with a cache of their own."""
         ...
 
 
@@ -99,6 +103,12 @@ class TargetSession:
         logits, aux = self._engine.forward(ids, self.length, n if keep is None else keep)
         self.length += n
         return StepOutput(logits.float(), aux)
+
+    def fork(self) -> TargetSession:
+        """An empty session for another sequence; weights are shared."""
+        other = copy.copy(self)
+        other.length, other._engine = 0, self._engine.fork()
+        return other
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ class BigramSession:
 
     def rewind(self, length: int) -> None:
         assert length >= 0
+
+    def fork(self) -> BigramSession:
+        return copy.copy(self)
 
     @torch.inference_mode()
     def draft(self, anchor: int, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Draft:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from firesteel.decoding.batched.blocks import BlockPool
 from firesteel.decoding.batched.judge import Case, judge
-from firesteel.decoding.batched.protocol import Ask, BatchDrafter, BatchTarget, Piece, Proposal, Want
+from firesteel.decoding.batched.protocol import Ask, BatchTarget, Piece
 from firesteel.decoding.policies import Drafted, FixedLength, LengthPolicy, Request
 from firesteel.decoding.sampling import Chance, RandomChance
 from firesteel.decoding.verify import Rejection
+from firesteel.drafters.rows import BatchDrafter, Draft, Want
 from firesteel.errors import DataError, RecipeError, VerificationError
 from firesteel.kernels.spans import Span
 
@@ -84,7 +85,7 @@ class _Part:
     run: _Run
     tokens: list[int]
     keep: int
-    draft: Proposal | None = None
+    draft: Draft | None = None
 
 
 class Engine:
@@ -155,7 +156,7 @@ class Engine:
             raise RecipeError(f"max_new_tokens={ask.max_new_tokens} allows no output", mend="give 1 or more")
         if len(ask.prompt) + ask.max_new_tokens > self.max_length:
             raise RecipeError(
-                f"a prompt of {len(ask.prompt)} tokens and an answer of up to {ask.max_new_tokens} exceed the {self.max_length} positions there are for a request",
+                f"a prompt of {len(ask.prompt)} tokens and an answer of up to {ask.max_new_tokens} exceed the {self.max_length} positions of a request",
                 mend="shorten the prompt or ask for a shorter answer",
             )
 
@@ -263,9 +264,9 @@ class Engine:
 
     # One step.
 
-    def _draft(self, writing: Sequence[_Run]) -> tuple[list[Proposal | None], list[Drafted], list[int]]:
+    def _draft(self, writing: Sequence[_Run]) -> tuple[list[Draft | None], list[Drafted], list[int]]:
         """For each request what is submitted to verification, what was said of the draft, and how many of it are submitted."""
-        made: list[Proposal | None] = [None] * len(writing)
+        made: list[Draft | None] = [None] * len(writing)
         if self.drafter is None or not writing:
             return made, [Drafted(0)] * len(writing), [0] * len(writing)
         requests = [r.policy for r in writing]
@@ -281,7 +282,7 @@ class Engine:
         kept = self.policy.admit(requests, said)
         return [None if p is None or n == 0 else _cut(p, n) for p, n in zip(made, kept, strict=True)], said, kept
 
-    def _propose(self, wanted: Sequence[tuple[_Run, int]]) -> list[Proposal]:
+    def _propose(self, wanted: Sequence[tuple[_Run, int]]) -> list[Draft]:
         if self.drafter is None or not wanted:
             return []
         wants = [Want(Span(r.key, r.blocks, r.length, 0), r.tokens[-1], n, r.ask.sampling.temperature, r.generator) for r, n in wanted]
@@ -291,7 +292,7 @@ class Engine:
                 raise VerificationError(f"the drafter was asked for {want.count} tokens and proposed {len(proposal.tokens)}")
         return made
 
-    def _parts(self, writing: Sequence[_Run], drafts: Sequence[Proposal | None]) -> list[_Part]:
+    def _parts(self, writing: Sequence[_Run], drafts: Sequence[Draft | None]) -> list[_Part]:
         found = []
         for run, draft in zip(writing, drafts, strict=True):
             tokens = [run.tokens[-1], *(draft.tokens if draft is not None else ())]
@@ -367,6 +368,6 @@ class Engine:
             run.held.clear()
 
 
-def _cut(draft: Proposal, count: int) -> Proposal:
+def _cut(draft: Draft, count: int) -> Draft:
     probs = None if draft.probs is None else draft.probs[:count]
-    return Proposal(draft.tokens[:count], probs, draft.confidences)
+    return Draft(draft.tokens[:count], probs, draft.confidences)

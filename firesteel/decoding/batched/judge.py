@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from firesteel.decoding.batched.protocol import Ask, Finish, Piece, Proposal
+from firesteel.decoding.batched.protocol import Ask, Finish, Piece
 from firesteel.decoding.logprobs import TokenLogprob, token_logprobs
 from firesteel.decoding.sampling import Chance, distributions
 from firesteel.decoding.verify import Rejection, Verdict, verify_tokens
+from firesteel.drafters.rows import Draft
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Case:
     chance: Chance
     keep: int
     produced: int
-    draft: Proposal | None
+    draft: Draft | None
 
     @property
     def drafts(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the batched engine asks of a target and of a drafter, and what it tells about a request; met by structure."""
+"""What the batched engine asks of a target, what is asked of it, and what it tells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from firesteel.decoding.logprobs import TokenLogprob
@@ -36,45 +35,7 @@ class BatchTarget(Protocol):
         ...
 
 
-@dataclass
-class Proposal:
-    """Drafted for one sequence: tokens (target ids), `[n, V]` distributions they were drawn from (None: certain), confidences."""
-
-    tokens: list[int]
-    probs: Tensor | None
-    confidences: list[float] | None
-
-
-@dataclass(frozen=True)
-class Want:
-    """A draft to be made: `count` tokens after `anchor`, which stands at `span.start`, the first position that was not observed."""
-
-    span: Span
-    anchor: int
-    count: int
-    temperature: float
-    generator: torch.Generator | None
-
-
-class BatchDrafter(Protocol):
-    """A drafter that works for many sequences."""
-
-    shares_prefix: bool
-    num_drafts: int
-    scratch: int
-    """Positions behind the text that a draft writes to."""
-
-    def observe(self, tokens: Tensor, spans: Sequence[Span], aux: Tensor) -> None:
-        """Take in the next positions of each span: token ids `[N]` and the target's states `[N, m * d]`."""
-        ...
-
-    def draft(self, wants: Sequence[Want]) -> list[Proposal]:
-        """One proposal each."""
-        ...
-
-    def forget(self, key: int) -> None:
-        """The sequence has left."""
-        ...
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -92,7 +53,7 @@ class Ask:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     seed: int | None = None
     eos_ids: frozenset[int] = frozenset()
     stop: Callable[[int], bool] | None = None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from firesteel.decoding.batched.protocol import Proposal, Want
 from firesteel.decoding.protocol import Drafter, Target
+from firesteel.drafters.rows import Draft, Want
 from firesteel.kernels.spans import Span
 
 
@@ -68,13 +68,13 @@ class SessionDrafter:
             session.observe(tokens[begin : begin + span.count], aux[begin : begin + span.count])
             begin += span.count
 
-    def draft(self, wants: Sequence[Want]) -> list[Proposal]:
+    def draft(self, wants: Sequence[Want]) -> list[Draft]:
         found = []
         for want in wants:
             made = self._of(want.span.key).draft(want.anchor, want.count, temperature=want.temperature, generator=want.generator)
             said = made.confidences
             confidences = None if said is None else torch.as_tensor(said).tolist()
-            found.append(Proposal(torch.as_tensor(made.tokens).tolist(), made.probs, confidences))
+            found.append(Draft(torch.as_tensor(made.tokens).tolist(), made.probs, confidences))
         return found
 
     def forget(self, key: int) -> None:

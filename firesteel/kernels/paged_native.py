@@ -1,0 +1,231 @@
+"""`paged`'s two passes in C, for contiguous float32 on a CPU.
+
+Keys of a block lie with their dimensions outermost, so that the scores of its 16 positions are one vector; values lie the other way
+round, so that a position's share is added to an output row as one vector. Several queries of the same sequence and key head go
+through a block together, while it is in the first cache level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from firesteel.kernels.native import load
+
+BLOCK = 16
+SOURCE = r"""
+#include <math.h>
+#include <string.h>
+#include <stdlib.h>
+#define B 16
+#define ROWS 24 /* queries that go through a block of keys together */
+#define MAX_DIM 256
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+
+static inline float e(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040;
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  union { int i; float f; } two;
+  two.i = ((int)n + 127) << 23;
+  return p * two.f;
+}
+
+static void turn(float *x, const float *cos, const float *sin, const float *norm, float eps, long d, int stride, int offset) {
+  if (norm) {
+    float s = 0;
+    #pragma omp simd reduction(+:s)
+    for (long i = 0; i < d; i++) s += x[i] * x[i];
+    float f = 1.0f / sqrtf(s / d + eps);
+    for (long i = 0; i < d; i++) x[i] *= f * norm[i];
+  }
+  for (long i = 0; i < d / 2; i++) {
+    float *a = x + i * stride, *b = a + offset, u = *a, v = *b;
+    *a = u * cos[i] - v * sin[i];
+    *b = v * cos[i] + u * sin[i];
+  }
+}
+
+/* rows of [queries | keys | values] heads: norm and rotation in place for queries and keys; keys and values into the cache */
+void rotate_and_store(float *x, long n, long queries, long heads, long d, const float *norm, float eps, const float *cos, const float *sin,
+                      int stride, int offset, const int *position, const int *place, float *keys, float *values, int threads) {
+  long width = (queries + 2 * heads) * d;
+  #pragma omp parallel for num_threads(threads) if (n > 4)
+  for (long i = 0; i < n; i++) {
+    float *row = x + i * width;
+    const float *c = cos + (long)position[i] * (d / 2), *s = sin + (long)position[i] * (d / 2);
+    for (long h = 0; h < queries + heads; h++) turn(row + h * d, c, s, norm ? norm + h * d : 0, eps, d, stride, offset);
+    long block = place[i] / B, slot = place[i] % B;
+    for (long h = 0; h < heads; h++) {
+      const float *k = row + (queries + h) * d, *v = k + heads * d;
+      float *kc = keys + (block * heads + h) * d * B, *vc = values + (block * heads + h) * d * B;
+      for (long j = 0; j < d; j++) kc[j * B + slot] = k[j];
+      memcpy(vc + slot * d, v, d * sizeof(float));
+    }
+  }
+}
+
+/* scores of up to 4 queries against a block of keys */
+static inline __attribute__((always_inline)) void scores(const float *const *q, const float *k, long d, float *out, const int n) {
+  vec a[4];
+  for (int r = 0; r < n; r++) a[r] = (vec){0};
+  for (long j = 0; j < d; j++) {
+    vec kv = *(const vec *)(k + j * B);
+    for (int r = 0; r < n; r++) a[r] += q[r][j] * kv;
+  }
+  for (int r = 0; r < n; r++) *(vec *)(out + r * B) = a[r];
+}
+
+/* one tile: `tokens` consecutive tokens of one sequence and the `group` queries of each that share key head h */
+static void tile(const float *x, float *out, long width, long queries, long heads, long group, long h, long d, long first, long tokens,
+                 const int *low, const int *high, const int *table, const float *keys, const float *values, float scale) {
+  long rows = tokens * group;
+  const float *q[ROWS];
+  float acc[ROWS * MAX_DIM], top[ROWS], sum[ROWS], s[ROWS * B];
+  int from = low[first], to = high[first];
+  for (long t = 0; t < tokens; t++) {
+    if (low[first + t] < from) from = low[first + t];
+    if (high[first + t] > to) to = high[first + t];
+    for (long g = 0; g < group; g++) q[t * group + g] = x + (first + t) * width + (h * group + g) * d;
+  }
+  for (long r = 0; r < rows; r++) { top[r] = -INFINITY; sum[r] = 0; }
+  memset(acc, 0, rows * d * sizeof(float));
+  for (long b = from / B; b * B < to; b++) {
+    const float *k = keys + (table[b] * heads + h) * d * B, *v = values + (table[b] * heads + h) * d * B;
+    long r = 0;
+    for (; r + 4 <= rows; r += 4) scores(q + r, k, d, s + r * B, 4);
+    for (; r < rows; r++) scores(q + r, k, d, s + r * B, 1);
+    for (r = 0; r < rows; r++) {
+      float *p = s + r * B, peak = top[r];
+      int begin = low[first + r / group] - (int)(b * B), end = high[first + r / group] - (int)(b * B);
+      if (begin < 0) begin = 0;
+      if (end > B) end = B;
+      if (begin >= end) continue;
+      for (int j = 0; j < B; j++) p[j] = j >= begin && j < end ? p[j] * scale : -INFINITY;
+      for (int j = 0; j < B; j++) peak = p[j] > peak ? p[j] : peak;
+      float *o = acc + r * d, fade = e(top[r] - peak), total = 0;
+      top[r] = peak;
+      for (int j = 0; j < B; j++) p[j] = j >= begin && j < end ? e(p[j] - peak) : 0.0f;
+      for (int j = 0; j < B; j++) total += p[j];
+      sum[r] = sum[r] * fade + total;
+      if (d % 16 == 0) {
+        for (long c = 0; c < d; c += 16) {
+          vec y = *(vec *)(o + c) * fade;
+          for (int j = begin; j < end; j++) y += p[j] * *(const vec *)(v + j * d + c);
+          *(vec *)(o + c) = y;
+        }
+      } else {
+        for (long c = 0; c < d; c++) {
+          float y = o[c] * fade;
+          for (int j = begin; j < end; j++) y += p[j] * v[j * d + c];
+          o[c] = y;
+        }
+      }
+    }
+  }
+  for (long r = 0; r < rows; r++) {
+    float f = sum[r] > 0 ? 1.0f / sum[r] : 0.0f, *o = out + (first + r / group) * queries * d + (h * group + r % group) * d;
+    for (long c = 0; c < d; c++) o[c] = acc[r * d + c] * f;
+  }
+}
+
+/* tiles: first token, number of tokens, and where their sequence's blocks begin in `tables` */
+void attend(const float *x, float *out, long queries, long heads, long d, long tiles, const int *tile_first, const int *tile_tokens,
+            const int *tile_table, const int *low, const int *high, const int *tables, const float *keys, const float *values, float scale, int threads) {
+  long width = (queries + 2 * heads) * d, group = queries / heads;
+  #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (long i = 0; i < tiles * heads; i++) {
+    long t = i / heads;
+    tile(x, out, width, queries, heads, group, i % heads, d, tile_first[t], tile_tokens[t], low, high, tables + tile_table[t], keys, values, scale);
+  }
+}
+"""
+ROWS, MAX_DIM = 24, 256
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled passes, or None where there is no compiler."""
+    return load(SOURCE)
+
+
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def rotate_and_store(
+    lib: ctypes.CDLL,
+    x: Tensor,
+    queries: int,
+    heads: int,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    position: Tensor,
+    place: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    dim = keys.shape[2]
+    lib.rotate_and_store(
+        pointer(x),
+        ctypes.c_long(x.shape[0]),
+        ctypes.c_long(queries),
+        ctypes.c_long(heads),
+        ctypes.c_long(dim),
+        pointer(norm),
+        ctypes.c_float(eps),
+        pointer(cos),
+        pointer(sin),
+        ctypes.c_int(2 if interleaved else 1),
+        ctypes.c_int(1 if interleaved else dim // 2),
+        pointer(position),
+        pointer(place),
+        pointer(keys),
+        pointer(values),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+def attend(
+    lib: ctypes.CDLL,
+    x: Tensor,
+    out: Tensor,
+    queries: int,
+    heads: int,
+    tiles: tuple[Tensor, Tensor, Tensor],
+    low: Tensor,
+    high: Tensor,
+    tables: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+) -> None:
+    lib.attend(
+        pointer(x),
+        pointer(out),
+        ctypes.c_long(queries),
+        ctypes.c_long(heads),
+        ctypes.c_long(keys.shape[2]),
+        ctypes.c_long(tiles[0].shape[0]),
+        *(pointer(t) for t in tiles),
+        pointer(low),
+        pointer(high),
+        pointer(tables),
+        pointer(keys),
+        pointer(values),
+        ctypes.c_float(scale),
+        ctypes.c_int(torch.get_num_threads()),
+    )

@@ -1,0 +1,117 @@
+"""A target, with or without a packaged drafter, behind the batched engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from firesteel.decoding.batched.blocks import BlockPool
+from firesteel.decoding.batched.engine import Engine
+from firesteel.decoding.batched.protocol import BatchTarget
+from firesteel.decoding.batched.sessions import SessionDrafter, SessionTarget
+from firesteel.decoding.policies import FixedLength, LengthPolicy, StaticThreshold
+from firesteel.drafters.paged import PagedBlockDrafter, runs_paged
+from firesteel.drafters.rows import BatchDrafter
+from firesteel.errors import RecipeError, TargetError
+from firesteel.kernels.paged import BLOCK
+from firesteel.stages.line import Line
+from firesteel.stages.runtime import FullVocabulary, Parts, package_parts
+from firesteel.stages.schedule import batch_scheduler
+from firesteel.target.paged import PagedTarget
+from firesteel.target.session import TargetSession
+
+_GIB = 2**30
+_FLOAT = 4
+_FEWEST = 8  # blocks
+
+
+def open_engine(line: Line, package: Path | None) -> Engine:
+    """The engine that `serve:` of the recipe describes.
+
+    Args:
+        package: an exported drafter; None decodes plainly.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its drafter belongs to another target.
+        RecipeError: settings that contradict each other or the drafter.
+    """
+    settings, spec = line.recipe.serve, line.target.spec
+    parts = None if package is None else package_parts(line.target, package)
+    length = min(settings.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    blocks = int(settings.cache_gb * _GIB / _block_bytes(line, parts))
+    if blocks < _FEWEST:
+        raise RecipeError(
+            f"serve.cache_gb={settings.cache_gb:g} holds {blocks * BLOCK} positions of this target",
+            mend=f"give {_FEWEST * _block_bytes(line, parts) / _GIB:.2g} or more",
+        )
+    # Longer sequences than the cache holds could never be run.
+    length = min(length, blocks * BLOCK)
+    target = _target(line, parts, length, blocks)
+    drafter = None if parts is None else _drafter(parts, target, length, blocks)
+    pool = BlockPool(blocks, BLOCK, share=target.shares_prefix and (drafter is None or drafter.shares_prefix))
+    tokens = 0 if parts is None else _draft_tokens(line, parts)
+    engine = Engine(
+        target,
+        drafter,
+        pool,
+        draft_tokens=tokens,
+        rejection=line.recipe.evaluate.rejection,
+        max_requests=settings.max_requests,
+        max_tokens=settings.step_tokens,
+    )
+    engine.policy = _policy(line, engine, parts)
+    return engine
+
+
+def _target(line: Line, parts: Parts | None, length: int, blocks: int) -> BatchTarget:
+    layer_ids = () if parts is None else parts.config.layer_ids
+    model = line.target.model
+    try:
+        return PagedTarget(model, layer_ids, max_length=length, blocks=blocks)
+    except TargetError as e:
+        line.screen.say(f"serve: requests take turns, a batch gains nothing ({e.message})")
+        first = TargetSession(model, layer_ids or line.layer_ids, max_length=length)
+        return SessionTarget(first.fork)
+
+
+def _drafter(parts: Parts, target: BatchTarget, length: int, blocks: int) -> BatchDrafter:
+    module = parts.drafter
+    if isinstance(target, PagedTarget) and runs_paged(module):
+        return PagedBlockDrafter(
+            module,
+            parts.embed,
+            parts.head,
+            draft_to_target=parts.target_ids,
+            max_length=length,
+            blocks=blocks,
+            confidence_temperatures=parts.temperatures,
+        )
+    return SessionDrafter(FullVocabulary(parts.session(length)).fork, parts.config.num_drafts)
+
+
+def _draft_tokens(line: Line, parts: Parts) -> int:
+    wanted, most = line.recipe.serve.tokens, parts.config.num_drafts
+    if wanted is None:
+        return most if parts.contract is None else min(most, parts.contract.speculative_tokens)
+    if wanted > most:
+        raise RecipeError(f"serve.tokens={wanted}, but the drafter drafts {most} a round", mend=f"set serve.tokens to at most {most}")
+    return wanted
+
+
+def _policy(line: Line, engine: Engine, parts: Parts | None) -> LengthPolicy:
+    settings = line.recipe.serve
+    if parts is None or settings.policy == "fixed":
+        return FixedLength(engine.draft_tokens)
+    if settings.policy == "threshold":
+        return StaticThreshold(settings.threshold)
+    return batch_scheduler(line, engine, parts, asynchronous=settings.policy == "asynchronous")
+
+
+def _block_bytes(line: Line, parts: Parts | None) -> int:
+    """What a block of positions takes in the caches of target and drafter."""
+    config = line.target.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    floats = 2 * config.num_hidden_layers * heads * dim
+    if parts is not None:
+        floats += 2 * parts.config.num_layers * parts.config.num_kv_heads * parts.config.head_dim
+    return BLOCK * floats * _FLOAT

@@ -1,0 +1,105 @@
+"""PagedTarget: `LeanDecoder`'s layers over the flattened tokens of many sequences, with keys and values in blocks.
+
+The products see all tokens of a step as rows of one matrix; attention goes sequence by sequence inside one compiled pass. Nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from firesteel.errors import TargetError
+from firesteel.kernels.paged import BLOCK, Rotary, attend, make_caches, make_plan, rotate_and_store
+from firesteel.kernels.spans import Span
+from firesteel.target.head import decoder
+from firesteel.target.lean import LeanDecoder, lean_refusal
+from firesteel.target.local import capture, stack_layers
+
+_TOLERANCE = 1e-4
+
+
+class PagedTarget:
+    """A Llama-like float32 target on a CPU, for the batched engine.
+
+    Args:
+        model: a Transformers causal model.
+        layer_ids: captured layers, as in `hidden_states`.
+        max_length: positions that one sequence may have.
+        blocks: of `BLOCK` positions each, in the cache.
+
+    Raises:
+        TargetError: the model is not of that kind, or the results are not the model's own.
+    """
+
+    shares_prefix = True
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int) -> None:
+        if why := lean_refusal(model, max_length):
+            raise TargetError(f"this target cannot run batched: {why}", mend="it is served sequence by sequence")
+        self._lean = lean = LeanDecoder(model, layer_ids, 1)
+        self.layer_ids, self.max_length = lean.layer_ids, max_length
+        cos, sin = decoder(model).rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
+        half = lean.dim // 2
+        self._rotary = Rotary(cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous(), interleaved=True)
+        self._caches = make_caches(len(lean.layers), blocks, lean.kv_heads, lean.dim, torch.device("cpu"))
+        self._check(model)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, spans: Sequence[Span], keep: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`tokens [N]`, the spans' one after another -> logits `[sum(keep), V]`, captured states `[N, m * d]`."""
+        lean = self._lean
+        plan = make_plan(spans, lean.heads // lean.kv_heads)
+        x = F.embedding(tokens, lean.embedding.weight)
+        states = {}
+        for i, (layer, cache) in enumerate(zip(lean.layers, self._caches, strict=True)):
+            if i in self.layer_ids:
+                states[i] = x
+            y = layer.qkv(F.rms_norm(x, layer.input_norm.shape, layer.input_norm, layer.input_eps))
+            rotate_and_store(y, lean.heads, cache, plan, self._rotary, layer.qk_norm)
+            x = layer.out.plus(attend(y, lean.heads, cache, plan, layer.scale), x)
+            y = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, layer.mlp_eps)
+            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+        states[len(lean.layers)] = x
+        aux = torch.cat([states[i] for i in self.layer_ids], dim=-1) if self.layer_ids else x[:, :0]
+        rows: list[int] = []
+        end = 0
+        for span, count in zip(spans, keep, strict=True):
+            end += span.count
+            rows += range(end - count, end)
+        last = x if len(rows) == x.shape[0] else x[rows]
+        return lean.head(F.rms_norm(last, lean.norm.shape, lean.norm, lean.eps)), aux
+
+    def forget(self, key: int) -> None:
+        """Nothing: what a sequence had lies in blocks, which the pool gives to others."""
+
+    def _check(self, model: Any) -> None:
+        """Compare with the model's own pass: two texts, in one step and in pieces.
+
+        Raises:
+            TargetError: they differ.
+        """
+        n = min(24, self.max_length)
+        needed = -(-n // BLOCK)
+        if self._caches[0].keys.shape[0] < 2 * needed:
+            raise TargetError("the cache holds not even two short texts", mend="raise serve.cache_gb")
+        vocabulary = self._lean.embedding.weight.shape[0]
+        texts = torch.randint(vocabulary, (2, n), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode(), capture(model, self.layer_ids) as states:
+            logits = model(texts, use_cache=False).logits
+            aux = stack_layers(states, self.layer_ids).flatten(2) if self.layer_ids else logits[..., :0]
+        tables = [list(range(needed)), list(range(2 * needed - 1, needed - 1, -1))]
+        # The second text is read while the first is written, one token and then the rest.
+        cuts = [(0, n // 2), (n // 2, n // 2 + 1), (n // 2 + 1, n)]
+        for begin, end in cuts:
+            if begin >= end:
+                continue
+            spans = [Span(i, table, begin, end - begin) for i, table in enumerate(tables)]
+            got = self.forward(texts[:, begin:end].reshape(-1), spans, [end - begin] * 2)
+            for mine, own in zip(got, (logits[:, begin:end].flatten(0, 1), aux[:, begin:end].flatten(0, 1)), strict=True):
+                off = (mine - own).abs().max() / own.abs().max().clamp_min(1e-30) if own.numel() else torch.zeros(())
+                if not float(off) <= _TOLERANCE:
+                    raise TargetError(f"the batched engine's results differ from the model's by {float(off):.1e} of the largest value", mend="please report it")

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from firesteel.errors import RecipeError
+from firesteel.recipe_cluster import Cluster, Group, Node  # noqa: F401 - others take them from here
 from firesteel.recipe_sections import (  # noqa: F401 - others take them from here
     Calibrate,
     DFlash2,
@@ -60,6 +61,7 @@ class Recipe(Section):
     package: Package = Field(default_factory=Package, description="How the checkpoint is exported and proven.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured and reported.")
     serve: Serve = Field(default_factory=Serve, description="How target and drafter are served.")
+    cluster: Cluster = Field(default_factory=Cluster, description="Which machines do what (docs/cluster.md); without it, this one does all.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -18,7 +18,8 @@ COMMON = {"errors", "recipe", "artifact", "kernels", "endpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "recipe_sections": set(),
-    "recipe": {"recipe_sections"},
+    "recipe_cluster": {"recipe_sections"},
+    "recipe": {"recipe_sections", "recipe_cluster"},
     "artifact": set(),
     "kernels": set(),
     "endpoints": set(),
@@ -36,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "package": {"drafters", "target.spec"},
     "evaluation": {"decoding", "package", "prompts"},
     "serving": {"target.server"},
-    "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving"},
+    "cluster": set(),
+    "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving", "cluster"},
     "cli": {"stages"},
 }
 # Heavy or optional packages and the only rooms that may import them.

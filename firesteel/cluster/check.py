@@ -1,0 +1,129 @@
+"""A cluster is checked as a whole before anything starts: what cannot be is refused with the setting and the mend, all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from firesteel.cluster.costs import Memory, server_memory, trainer_memory
+from firesteel.cluster.hardware import Hardware
+from firesteel.cluster.shapes import DrafterShape, TargetShape
+from firesteel.cluster.topology import CPU, Topology
+from firesteel.errors import FiresteelError, RecipeError, ResourceError
+from firesteel.recipe import Recipe
+
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+def check_cluster(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware], target: TargetShape, drafter: DrafterShape) -> None:
+    """Refuse a cluster that cannot run this recipe.
+
+    Raises:
+        RecipeError, ResourceError: the only thing that is wrong, or a list of all that is.
+    """
+    found: list[FiresteelError] = []
+    for check in (_kinds, _ports, _devices, _addresses, _world):
+        found += check(recipe, topology, hardware)
+    if all(node.kind in hardware for node in topology.nodes):
+        found += _memory(recipe, topology, hardware, target, drafter)
+    found += _layers(recipe, target)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = [f"{e.message}" + (f" -> {e.mend}" if e.mend else "") for e in found]
+        raise type(found[0])(f"{len(found)} things are wrong with this cluster:\n  - " + "\n  - ".join(lines))
+
+
+def _kinds(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
+    for node in topology.nodes:
+        if node.kind not in hardware:
+            yield RecipeError(
+                f"cluster.nodes: {node.name} is of kind {node.kind!r}, which the hardware table does not have",
+                mend=f"one of {', '.join(sorted(hardware))}, or add a row in the file of cluster.hardware",
+            )
+
+
+def _ports(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
+    taken: dict[tuple[str, int], str] = {}
+    for name, port, what in topology.ports:
+        address = topology.node(name).address
+        if (address, port) in taken:
+            yield RecipeError(
+                f"port {port} of {address} is wanted twice: by {taken[address, port]} and by {what} (node {name})",
+                mend="give the groups ports that are further apart (cluster.groups: port), or change cluster.rendezvous_port or hidden.mooncake.port",
+            )
+        elif port > 65535:
+            yield RecipeError(f"{what} on node {name} would listen at port {port}", mend="set a lower cluster.groups: port")
+        taken.setdefault((address, port), what)
+
+
+def _devices(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
+    for node in topology.nodes:
+        if node.kind == CPU:
+            continue  # processes share cores
+        servers = sum(s.accelerators // len(s.nodes) for s in topology.servers if node in s.nodes)
+        trainers = sum(t.processes for t in topology.trainers if t.node == node)
+        if servers + trainers > node.accelerators:
+            yield RecipeError(
+                f"node {node.name} has {node.accelerators} accelerators, its servers and trainers want {servers + trainers}",
+                mend="let a node either capture or train, or set fewer cluster.trainers_per_node",
+            )
+
+
+def _addresses(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
+    addresses = {n.address for n in topology.nodes}
+    local = sorted(a for a in addresses if a.startswith(_LOOPBACK))
+    if len(addresses) > 1 and local and not all(a.startswith(_LOOPBACK) for a in addresses):
+        yield RecipeError(
+            f"cluster.nodes: {local[0]} is an address of this machine alone, but other nodes are elsewhere",
+            mend="give the address at which the other nodes reach it",
+        )
+    if len(addresses) > 1 and recipe.hidden.transport == "disk" and recipe.hidden.exchange is None and recipe.cluster.shared is None:
+        yield RecipeError(
+            "hidden.transport=disk needs a folder that all nodes see", mend="set cluster.shared to it, or hidden.exchange, or hidden.transport=mooncake"
+        )
+
+
+def _world(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
+    world, batches = topology.world_size, recipe.train.accumulate
+    if batches % world:
+        near = max(1, round(batches / world)) * world
+        yield RecipeError(
+            f"{world} trainer processes do not divide the {batches} batches of an optimizer step (train.accumulate)",
+            mend=f"set train.accumulate={near}, or cluster.trainers_per_node so that it divides",
+        )
+
+
+def _memory(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware], target: TargetShape, drafter: DrafterShape) -> Iterator[FiresteelError]:
+    length, concurrency = recipe.hidden.max_length, recipe.hidden.feed.concurrency
+    for kind, accelerators in dict.fromkeys((s.nodes[0].kind, s.accelerators) for s in topology.servers):  # one word for all that are alike
+        memory = server_memory(target, hardware[kind], accelerators, length, concurrency)
+        if not memory.fits:
+            spot = next(s for s in topology.servers if s.accelerators == accelerators and s.nodes[0].kind == kind)
+            yield ResourceError(
+                f"server {spot.name}: {target.name} needs {_sum(memory)} on each of {accelerators} accelerator(s) of kind {kind}",
+                mend="set a larger tensor_parallel, or lower hidden.feed.concurrency",
+            )
+    for kind in dict.fromkeys(t.node.kind for t in topology.trainers):
+        memory = trainer_memory(target, drafter, recipe.train, hardware[kind], recipe.target.dtype)
+        if not memory.fits:
+            yield ResourceError(
+                f"a trainer process needs {_sum(memory)} on an accelerator of kind {kind}",
+                mend="set train.batch_tokens or train.anchors lower, or drafter.num_layers",
+            )
+
+
+def _layers(recipe: Recipe, target: TargetShape) -> Iterator[FiresteelError]:
+    ids = recipe.target.layer_ids
+    if isinstance(ids, str):
+        return
+    bad = [i for i in ids if not 0 <= i <= target.layers]
+    if bad:
+        yield RecipeError(
+            f"target.layer_ids has {bad[0]}, but {target.name} has {target.layers} layers",
+            mend=f"ids go from 0 (embeddings) to {target.layers}",
+        )
+
+
+def _sum(memory: Memory) -> str:
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.parts.items())
+    return f"{memory.needed / 1e9:.1f} GB ({parts}), {memory.room / 1e9:.1f} GB may be used,"

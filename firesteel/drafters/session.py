@@ -70,6 +70,7 @@ class BlockSession(OneSequence):
     ) -> None:
         config, self.dtype = drafter.config, drafter.fc.weight.dtype
         super().__init__(config, drafter.fc.weight.device, draft_to_target, max_length, confidence_temperatures)
+        self._window = config.sliding_window if all(kind == SLIDING for kind in config.layer_types) else None
         self._eps, self._heads, self._kv, self._dim = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
         self._first = 0 if config.sample_from_anchor else 1
         self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
@@ -102,14 +103,15 @@ class BlockSession(OneSequence):
         Raises:
             ResourceError: more positions than `max_length`.
         """
-        n = aux.shape[0]
-        start, end = self.begin_observing(n)
+        start, end = self.begin_observing(aux.shape[0])
+        n, place = end - start, slice(start - self.base, end - self.base)
+        aux = aux[aux.shape[0] - n :]
         features = F.rms_norm(self._fc(aux.to(self.device, self.dtype)), self._hidden_norm.shape, self._hidden_norm, self._eps)
         both = self._context_kv(features).view(n, self.config.num_layers, 2, self._kv, self._dim)
         keys = F.rms_norm(both[:, :, 0], (self._dim,), None, self._eps) * self._k_norms
         keys = self._rotate(keys, self._cos[start:end, None], self._sin[start:end, None])
-        self._keys[:, :, start:end] = keys.permute(1, 2, 0, 3)
-        self._values[:, :, start:end] = both[:, :, 1].permute(1, 2, 0, 3)
+        self._keys[:, :, place] = keys.permute(1, 2, 0, 3)
+        self._values[:, :, place] = both[:, :, 1].permute(1, 2, 0, 3)
         self.length = end
 
     @torch.inference_mode()
@@ -153,12 +155,14 @@ class BlockSession(OneSequence):
         qk = F.rms_norm(qkv[:, :rotated], (self._dim,), None, self._eps) * layer.qk_norm
         qk = self._rotate(qk, self._cos[start:end], self._sin[start:end])
         # The block's own keys and values lie behind the context for the time of this call; the next one overwrites them.
-        self._keys[i, :, start:end] = qk[:, self._heads :].transpose(0, 1)
-        self._values[i, :, start:end] = qkv[:, rotated:].transpose(0, 1)
+        place = slice(start - self.base, end - self.base)
+        self._keys[i, :, place] = qk[:, self._heads :].transpose(0, 1)
+        self._values[i, :, place] = qkv[:, rotated:].transpose(0, 1)
         low, seen = mask
+        looked = slice(low - self.base, end - self.base)
         # Query heads that share a key head become rows of it, so that keys need not be repeated.
         q = qk[:, : self._heads].transpose(0, 1).reshape(1, self._kv, -1, self._dim)
-        mixed = F.scaled_dot_product_attention(q, self._keys[None, i, :, low:end], self._values[None, i, :, low:end], attn_mask=seen)
+        mixed = F.scaled_dot_product_attention(q, self._keys[None, i, :, looked], self._values[None, i, :, looked], attn_mask=seen)
         return mixed.reshape(self._heads, g, self._dim).transpose(0, 1).reshape(g, -1)
 
     def _mask(self, windowed: bool) -> Mask:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.block import BlockDrafter
-from firesteel.drafters.config import DraftConfig
+from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.session import BlockSession, Draft
 from firesteel.errors import RecipeError, ResourceError
 from firesteel.kernels.packed import PackedLinear
@@ -248,3 +248,34 @@ def test_packed_head_and_other_dtypes() -> None:
         session.observe((), context)
     same(packed.draft(3, 4), plain.draft(3, 4))
     assert double.draft(3, 4).tokens == plain.draft(3, 4).tokens
+
+
+@pytest.mark.parametrize("pieces", [(700, 1, 3, 5), (3,) * 300, (40, 900, 2, 1, 1)])
+def test_a_windowed_session_keeps_a_constant_number_of_positions(pieces: tuple[int, ...]) -> None:
+    """It drafts what a session that was shown the window alone, at the same positions, drafts; and rewinds by what a round can add."""
+    config = replace(TINY, layer_types=(SLIDING, SLIDING), sliding_window=20, max_position_embeddings=2048)
+    drafter = make_drafter(config)
+    session, whole = (open_session(config, drafter, max_length=1200) for _ in range(2))
+    whole._window = None
+    generator = torch.Generator().manual_seed(1)
+    rooms = set()
+    for n in pieces:
+        aux = torch.randn(n, 2 * 24, generator=generator)
+        for one in (session, whole):
+            one.observe((), aux)
+        rooms.add(session._keys.shape[2])
+        assert session.length == whole.length
+        torch.testing.assert_close(session.states(7), whole.states(7), rtol=1e-4, atol=1e-5)
+        if session.length > 40:
+            session.observe((), aux[:1])
+            session.rewind(session.length - 1)
+    assert max(rooms) <= 512
+    assert whole._keys.shape[2] > 512
+    torch.testing.assert_close(session.states(7), whole.states(7), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RecipeError, match="is kept up to position"):
+        session.rewind(100)
+    session.rewind(0)
+    whole.rewind(0)
+    for one in (session, whole):
+        one.observe((), aux)
+    torch.testing.assert_close(session.states(7), whole.states(7), rtol=1e-4, atol=1e-5)

@@ -350,10 +350,10 @@ class Engine:
 
     def _advance(self, run: _Run, count: int, states: Tensor) -> None:
         run.length += count
-        if self.drafter is not None:
-            run.held.append(states[:count])
-        else:
+        if self.drafter is None:
             run.seen = run.length
+        elif run.ask.speculate:  # of the others the drafter never hears
+            run.held.append(states[:count])
 
     def _show(self, runs: Sequence[_Run]) -> None:
         """Let the drafter observe what is held back for these requests, in one go."""

@@ -1,0 +1,205 @@
+"""The batched engine on this machine: what steps cost, one request at a time, and many.
+
+    python benchmarks/engine.py smollm2 --package runs/smollm2/package --part step --part stream --part load --json
+
+Parts, whose ways are measured in turn within one run:
+    step    one sequence behind 128 positions: steps of 1 to 16 tokens
+    stream  single requests, greedily: the engine with the drafter (scheduled), without, and Transformers' `generate` on the same model
+    load    closed loops of 1, 2, 4, ... requests: without drafter, fixed numbers of drafts, and the two schedulers
+The last line is one JSON object: medians of each and all raw figures; `ratio` is plain decoding's seconds over those with the drafter (stream).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firesteel.cli.screen import ConsoleScreen
+from firesteel.decoding.adaptive import AsynchronousScheduler, Scheduler
+from firesteel.decoding.batched.engine import Engine
+from firesteel.decoding.batched.protocol import Ask, Piece
+from firesteel.decoding.policies import FixedLength, LengthPolicy
+from firesteel.evaluation.machine import machine_facts
+from firesteel.kernels.spans import Span
+from firesteel.prompts.sources import load_sources
+from firesteel.prompts.template import encode_prompt
+from firesteel.recipe import load_recipe
+from firesteel.stages.engine import open_engine
+from firesteel.stages.line import Line
+from firesteel.stages.runtime import package_parts
+from firesteel.stages.schedule import batch_profile
+
+CONTEXT = 128
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
+
+
+@dataclass
+class Heard:
+    """One request as its client saw it, in seconds since the clock's zero."""
+
+    asked: float
+    told: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __call__(self, piece: Piece) -> None:
+        self.told.append(time.perf_counter())
+        self.tokens += piece.tokens
+
+
+def steps(engine: Engine, repeats: int) -> dict[str, Any]:
+    """Milliseconds of one sequence's steps by tokens in them."""
+    blocks: list[int] = []
+    engine.pool.grow(blocks, CONTEXT + max(SIZES))
+    prompt = torch.arange(CONTEXT) + 100
+    engine.target.forward(prompt, [Span(-1, blocks, 0, CONTEXT)], [1])
+    times: dict[int, list[float]] = {n: [] for n in SIZES}
+    for turn in range(repeats + 1):
+        for n in SIZES:
+            begin = time.perf_counter()
+            logits, _ = engine.target.forward(prompt[:n], [Span(-1, blocks, CONTEXT, n)], [n])
+            logits.argmax(-1).tolist()
+            if turn:
+                times[n].append(1e3 * (time.perf_counter() - begin))
+    engine.pool.release(blocks)
+    medians = {n: statistics.median(t) for n, t in times.items()}
+    return {"ms": medians, "eight_over_one": medians[8] / medians[1], "raw_ms": times}
+
+
+def stream(engine: Engine, line: Line, prompts: Sequence[list[int]], tokens: int) -> dict[str, Any]:
+    """Single requests in turn by three engines; the clock starts at the first token, so that the prompt's pass is left out."""
+    model, eos = line.target.model, frozenset(line.target.spec.eos_ids)
+
+    def own(speculate: bool) -> Callable[[list[int]], tuple[float, list[int]]]:
+        def run(prompt: list[int]) -> tuple[float, list[int]]:
+            heard = Heard(time.perf_counter())
+            engine.submit(Ask(tuple(prompt), tokens, eos_ids=eos, speculate=speculate), heard)
+            while engine.step():
+                pass
+            return heard.told[-1] - heard.told[0], heard.tokens
+
+        return run
+
+    def generate(prompt: list[int]) -> tuple[float, list[int]]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            begin = time.perf_counter()
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+            first = time.perf_counter()
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+            end = time.perf_counter()
+        return end - first - (first - begin), out[0, len(prompt) :].tolist()
+
+    ways = {"drafted": own(True), "plain": own(False), "transformers": generate}
+    rows: list[dict[str, Any]] = []
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        found = {name: way(prompt) for name, way in ways.items()}
+        texts = [text for _, text in found.values()]
+        if number:  # the first is for warming up
+            rows.append({"tokens": len(texts[0]), "same_text": texts[0] == texts[1] == texts[2], "seconds": {n: s for n, (s, _) in found.items()}})
+    rates = {n: sum(r["tokens"] - 1 for r in rows) / sum(r["seconds"][n] for r in rows) for n in ways}
+    return {"tokens_per_second": rates, "same_text": sum(r["same_text"] for r in rows), "requests": len(rows), "rows": rows}
+
+
+def load(
+    engine: Engine, prompts: Sequence[list[int]], eos: frozenset[int], tokens: int, at_once: int, policy: LengthPolicy | None, count: int
+) -> dict[str, Any]:
+    """A closed loop: as soon as one of `at_once` answers is complete the next prompt is sent, until `count` are."""
+    if policy is not None:
+        engine.policy = policy
+    before, waiting = (engine.counters.rounds, engine.counters.accepted, engine.counters.drafted, engine.counters.steps), list(range(count))
+    heard: list[Heard] = []
+    begin = time.perf_counter()
+    while waiting or engine.running or engine.waiting:
+        while waiting and engine.running + engine.waiting < at_once:
+            number = waiting.pop(0)
+            # A beginning of its own for each request: the prefix cache shall not help.
+            prompt = prompts[number % len(prompts)]
+            heard.append(Heard(time.perf_counter()))
+            engine.submit(Ask((1000 + (at_once * 131 + number) % 5000, *prompt), tokens, eos_ids=eos, speculate=policy is not None), heard[-1])
+        engine.step()
+    seconds = time.perf_counter() - begin
+    rounds, accepted, drafted, made = (
+        now - then for now, then in zip((engine.counters.rounds, engine.counters.accepted, engine.counters.drafted, engine.counters.steps), before, strict=True)
+    )
+    return {
+        "tokens_per_second": sum(len(h.tokens) for h in heard) / seconds,
+        "ttft_ms": 1e3 * statistics.median(h.told[0] - h.asked for h in heard),
+        "tpot_ms": 1e3 * statistics.median((h.told[-1] - h.told[0]) / max(1, len(h.tokens) - 1) for h in heard),
+        "acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+        "drafts_per_round": drafted / rounds if rounds else 0.0,
+        "steps": made,
+        "seconds": seconds,
+    }
+
+
+def policies(line: Line, engine: Engine, package: Path) -> dict[str, Callable[[], LengthPolicy | None]]:
+    parts = package_parts(line.target, package)
+    profile, promise = batch_profile(line, engine, parts), parts.contract.promise if parts.contract else None
+    rate = 0.4 if promise is None else (promise.acceptance_length - 1) / promise.acceptance_length
+    fixed = sorted({1, 2, 3, 4, engine.draft_tokens})
+    made: dict[str, Callable[[], LengthPolicy | None]] = {"plain": lambda: None}
+    made |= {f"fixed {n}": lambda n=n: FixedLength(n) for n in fixed}  # type: ignore[misc]
+    return made | {"scheduled": lambda: Scheduler(profile, prior=[rate]), "asynchronous": lambda: AsynchronousScheduler(profile, prior=[rate])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--package", required=True, type=Path)
+    parser.add_argument("--part", action="append", choices=["step", "stream", "load"])
+    parser.add_argument("--domains", default="code,math_reasoning", help="of the held-out prompts (stream)")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--at-once", default="1,2,4,8,16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    levels = [int(n) for n in given.at_once.split(",")]
+    line = Line(load_recipe(given.recipe, [*given.overrides, "serve.policy=fixed", f"serve.max_requests={max(levels)}", "serve.cache_gb=3"]), ConsoleScreen())
+    engine = open_engine(line, given.package)
+    held = load_sources(line.recipe.prompts, "eval").prompts
+    encoded = {p.id: encode_prompt(line.target.tokenizer, p.history([]), p.tools, where=p.where) for p in held}
+    wanted = given.domains.split(",")
+    chosen = [encoded[p.id] for p in held if p.domain in wanted][: given.prompts]
+    if not chosen:
+        raise SystemExit(f"no held-out prompt is of {wanted}; there are {sorted({p.domain for p in held})}")
+    parts, eos = given.part or ["step", "stream", "load"], frozenset(line.target.spec.eos_ids)
+    result: dict[str, Any] = {"machine": machine_facts(accelerator=None).model_dump(), "threads": torch.get_num_threads(), "load_average": os.getloadavg()}
+    ways = policies(line, engine, given.package)
+    if "step" in parts:
+        result["step"] = steps(engine, 8 * given.repeats)
+    if "stream" in parts:
+        scheduled = ways["scheduled"]()
+        assert scheduled is not None, "the scheduler drafts"
+        engine.policy = scheduled
+        result["stream"] = stream(engine, line, chosen, given.tokens)
+        rates = result["stream"]["tokens_per_second"]
+        result["ratio"], result["over_transformers"] = rates["drafted"] / rates["plain"], rates["drafted"] / rates["transformers"]
+    if "load" in parts:
+        many = list(encoded.values())
+        result["load"] = {}
+        for level in levels:
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+            for _ in range(given.repeats):
+                for name, make in ways.items():
+                    runs[name].append(load(engine, many, eos, given.tokens, level, make(), max(4, 2 * level)))
+                    print(f"{level} at once, {name}: {runs[name][-1]['tokens_per_second']:.1f} tokens/s", flush=True)
+            result["load"][level] = {
+                name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} | {"all_tokens_per_second": [r["tokens_per_second"] for r in rs]}
+                for name, rs in runs.items()
+            }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

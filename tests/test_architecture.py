@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"drafters", "target"},
     "package": {"drafters", "target.spec"},
     "evaluation": {"decoding", "package", "prompts"},
-    "serving": {"target.server"},
+    "serving": {"target.server", "decoding"},
     "cluster": set(),
     "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving", "cluster"},
     "cli": {"stages"},
@@ -51,6 +51,9 @@ ONLY_IN = {
     "rich": {"cli"},
     "vllm": {"inside_vllm"},
     "mooncake": {"hidden"},
+    "fastapi": {"serving"},
+    "starlette": {"serving"},
+    "uvicorn": {"serving"},
     "httpx": {"target", "responses", "serving"},
 }
 LONGEST = 400

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from firesteel.errors import RecipeError
+from firesteel.recipe_bench import Bench
 from firesteel.recipe_cluster import Cluster, Group, Node  # noqa: F401 - others take them from here
 from firesteel.recipe_sections import (  # noqa: F401 - others take them from here
     Calibrate,
@@ -61,6 +62,7 @@ class Recipe(Section):
     package: Package = Field(default_factory=Package, description="How the checkpoint is exported and proven.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured and reported.")
     serve: Serve = Field(default_factory=Serve, description="How target and drafter are served.")
+    bench: Bench = Field(default_factory=Bench, description="How servers are load-tested (docs/bench.md).")
     cluster: Cluster = Field(default_factory=Cluster, description="Which machines do what (docs/cluster.md); without it, this one does all.")
 
     @model_validator(mode="after")

@@ -18,8 +18,9 @@ COMMON = {"errors", "recipe", "artifact", "kernels", "endpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "recipe_sections": set(),
+    "recipe_bench": {"recipe_sections"},
     "recipe_cluster": {"recipe_sections"},
-    "recipe": {"recipe_sections", "recipe_cluster"},
+    "recipe": {"recipe_sections", "recipe_bench", "recipe_cluster"},
     "artifact": set(),
     "kernels": set(),
     "endpoints": set(),
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"drafters", "target"},
     "package": {"drafters", "target.spec"},
     "evaluation": {"decoding", "package", "prompts"},
-    "serving": {"target.server", "decoding"},
+    "serving": {"target.server", "decoding", "evaluation.bench_schema"},
     "cluster": set(),
     "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving", "cluster"},
     "cli": {"stages"},
@@ -54,6 +55,7 @@ ONLY_IN = {
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "uvicorn": {"serving"},
+    "guidellm": {"serving"},
     "httpx": {"target", "responses", "serving"},
 }
 LONGEST = 400

@@ -203,5 +203,17 @@ def serve(
     _call("firesteel.cli.runner", "serve_drafter", what, [*(overrides or []), f"serve.engine={engine}"], dry_run, smoke)
 
 
+@app.command()
+def bench(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    server: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="A server to measure; several are measured in alternation. Replaces bench.servers.")
+    ] = None,
+) -> None:
+    """Load-test OpenAI-compatible servers: throughput against interactivity, with and without the drafter."""
+    _call("firesteel.cli.runner", "bench_servers", load_recipe(recipe, overrides or []), server or [])
+
+
 if __name__ == "__main__":
     main()

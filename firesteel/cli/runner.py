@@ -14,7 +14,7 @@ import transformers
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_settings
-from firesteel.stages import calibrate, check, evaluate, extract, extract_server, package, prompts, respond, serve, train
+from firesteel.stages import bench, calibrate, check, evaluate, extract, extract_server, package, prompts, respond, serve, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
@@ -57,6 +57,12 @@ def serve_drafter(what: str, overrides: list[str], dry_run: bool, smoke: bool) -
     folder = Path(what) if (Path(what) / "config.json").is_file() else None
     recipe = load_recipe(what, overrides) if folder is None else recipe_from_dict(replace_settings(serve.recipe_settings(folder), overrides))
     serve.run(Line(recipe, ConsoleScreen()), folder, dry_run=dry_run, smoke=smoke)
+
+
+def bench_servers(recipe: Recipe, servers: list[str]) -> None:
+    """A load test of running servers."""
+    _quiet()
+    bench.run(Line(recipe, ConsoleScreen()), bench.named_servers(servers))
 
 
 def run_line(line: Line) -> None:

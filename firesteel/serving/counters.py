@@ -33,12 +33,13 @@ class Counters:
 
     def since(self, before: Counters) -> Counters:
         """What was counted in between."""
-        early = before.by_position or (0,) * len(self.by_position)
+        # A position that had not been reached before may be missing there.
+        early = before.by_position + (0,) * (len(self.by_position) - len(before.by_position))
         return Counters(
             self.drafts - before.drafts,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
-            tuple(a - b for a, b in zip(self.by_position, early, strict=True)),
+            tuple(a - b for a, b in zip(self.by_position, early, strict=False)),
         )
 
 

@@ -29,6 +29,7 @@ WORDS: list[bytes] = [b"", "é".encode()[:1], "é".encode()[1:], *(f"{chr(97 + i
 TARGET = random_table(len(WORDS), 1, memory=2)
 NAME = "toys/target"
 LONGEST = 256
+CONFIDENCES = (0.25, 0.5, 1.0)
 
 
 def decode(ids: list[int]) -> str:
@@ -80,7 +81,7 @@ def toy_engine(brake: Brake, *, draft: bool = True, requests: int = 4, blocks: i
     def drafter() -> ToyDrafter:
         table = random_table(len(WORDS), 9, memory=2)
         return ToyDrafter(
-            lambda context: TARGET(context) if sum(context[-2:]) % 4 else table(context), Enumerated([]), confidence=lambda c, t: 0.8, deterministic=True
+            lambda context: TARGET(context) if sum(context[-2:]) % 4 else table(context), Enumerated([]), confidence=lambda c, t: CONFIDENCES[c[-1] % 3], deterministic=True
         )
 
     made = SessionDrafter(drafter, 3) if draft else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_toys import EOS, LONGEST, NAME, Brake, Running, alone, decode, running
+from server_toys import CONFIDENCES, EOS, LONGEST, NAME, Brake, Running, alone, decode, running
 
 from firesteel.serving.counters import parse_counters
 
@@ -158,7 +158,7 @@ def test_records_tell_drafted_tokens_and_add_up_to_the_text(server: Running) -> 
     tokens = [t for c in chunks for t in c["firesteel"]["tokens"]]
     assert len(tokens) == 60
     assert any(t["drafted"] for t in tokens)
-    assert all(t["confidence"] == (pytest.approx(0.8) if t["drafted"] else None) for t in tokens)
+    assert all(t["confidence"] in (CONFIDENCES if t["drafted"] else (None,)) for t in tokens)
     steps, rounds = (sum(c["firesteel"][k] for c in chunks) for k in ("steps", "rounds"))
     assert steps + sum(c["firesteel"]["accepted"] for c in chunks) == 60
     assert 0 < rounds < steps, "the first token comes with the prompt"

@@ -22,6 +22,7 @@ def merge(server: str, domain: str, concurrency: int, repeat: int, load: Load, s
     tpot = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1]
     tpot = [t for t in tpot if t > 0]  # all in one chunk: it took no time that could be seen
     drafting = served.drafting
+    steps = 0 if drafting is None else decoding_steps(drafting, tokens if served.tokens is None else served.tokens, len(answers))
     return Measurement(
         server=server,
         domain=domain,
@@ -40,9 +41,10 @@ def merge(server: str, domain: str, concurrency: int, repeat: int, load: Load, s
         tpot_ms=_quantiles([1000 * t for t in tpot]),
         chunk_gap_ms=_quantiles([1000 * (a.last - a.first) / (a.chunks - 1) for a in answers if a.chunks > 1]),
         latency_s=_quantiles([a.end - a.start for a in answers]),
-        acceptance_length=_per_round(drafting, lambda d: d.rounds + d.accepted),
-        drafted_per_round=_per_round(drafting, lambda d: d.drafted),
-        accepted_per_round=_per_round(drafting, lambda d: d.accepted),
+        # Without a round there is no length to tell of, though the server has a drafter.
+        acceptance_length=1 + drafting.accepted / drafting.rounds if drafting is not None and drafting.rounds else None,
+        drafted_per_step=drafting.drafted / steps if drafting is not None and steps else None,
+        accepted_per_step=drafting.accepted / steps if drafting is not None and steps else None,
         served=served,
     )
 
@@ -65,6 +67,16 @@ def busy_tokens_per_second(answers: Sequence[Answer], concurrency: int) -> float
     if end <= begin:
         return None
     return sum(_tokens_until(a, end) for a in answers) / (end - begin)
+
+
+def decoding_steps(drafting: Drafting, tokens: int, answers: int) -> int:
+    """Steps of single requests after their prompts, those without any draft included.
+
+    Servers count a round only where something was drafted. But each step of a request writes one token of the target's own beside the
+    accepted drafts, and the first token of an answer comes with the prompt. Drafts that were accepted behind the end of an answer make
+    this a little low, so it is never less than the rounds.
+    """
+    return max(drafting.rounds, tokens - answers - drafting.accepted)
 
 
 def combine(measurements: Sequence[Measurement]) -> list[Point]:
@@ -133,8 +145,8 @@ def _point(group: Sequence[Measurement]) -> Point:
         latency_p90_s=quantile(lambda m: m.latency_s, "p90"),
         latency_p99_s=quantile(lambda m: m.latency_s, "p99"),
         acceptance_length=over(lambda m: m.acceptance_length),
-        drafted_per_round=over(lambda m: m.drafted_per_round),
-        accepted_per_round=over(lambda m: m.accepted_per_round),
+        drafted_per_step=over(lambda m: m.drafted_per_step),
+        accepted_per_step=over(lambda m: m.accepted_per_step),
         cached_share=over(lambda m: m.served.cached_share),
     )
 
@@ -152,8 +164,3 @@ def _quantiles(values: Sequence[float]) -> Quantiles | None:
         return None
     median, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
     return Quantiles(median=float(median), p90=float(p90), p99=float(p99))
-
-
-def _per_round(drafting: Drafting | None, count: Callable[[Drafting], int]) -> float | None:
-    """None also where a server with a drafter drafted nothing: there was no round to tell of."""
-    return count(drafting) / drafting.rounds if drafting is not None and drafting.rounds else None

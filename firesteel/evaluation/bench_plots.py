@@ -53,7 +53,7 @@ def _frontier(series: dict[str, list[Point]], theme: Theme) -> Figure | None:
 
 
 def _budget(series: dict[str, list[Point]], theme: Theme) -> Figure | None:
-    shown = {name: points for name, points in series.items() if any(p.drafted_per_round for p in points)}
+    shown = {name: points for name, points in series.items() if any(p.drafted_per_step for p in points)}
     if not shown:
         return None
     figure, axes = canvas("Verification budget over concurrency")
@@ -61,8 +61,8 @@ def _budget(series: dict[str, list[Point]], theme: Theme) -> Figure | None:
         if name not in shown:
             continue
         color, marker = theme.series[i % 6], MARKERS[i % 6]
-        _over_concurrency(axes, points, lambda p: p.drafted_per_round, f"{words(name)}: verified", color, marker, "-")
-        _over_concurrency(axes, points, lambda p: p.accepted_per_round, f"{words(name)}: accepted", color, marker, ":")
+        _over_concurrency(axes, points, lambda p: p.drafted_per_step, f"{words(name)}: verified", color, marker, "-")
+        _over_concurrency(axes, points, lambda p: p.accepted_per_step, f"{words(name)}: accepted", color, marker, ":")
     axes.set(ylabel="drafts per request and step")
     axes.set_ylim(bottom=0)
     _levels(axes, [p.concurrency for points in shown.values() for p in points])

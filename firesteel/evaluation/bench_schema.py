@@ -80,8 +80,8 @@ class Measurement(Part):
     chunk_gap_ms: Quantiles | None
     latency_s: Quantiles | None
     acceptance_length: float | None
-    drafted_per_round: float | None
-    accepted_per_round: float | None
+    drafted_per_step: float | None
+    accepted_per_step: float | None
     served: Served
 
 
@@ -117,8 +117,8 @@ class Point(Part):
     latency_p90_s: Spread | None
     latency_p99_s: Spread | None
     acceptance_length: Spread | None
-    drafted_per_round: Spread | None
-    accepted_per_round: Spread | None
+    drafted_per_step: Spread | None
+    accepted_per_step: Spread | None
     cached_share: Spread | None
 
 

@@ -221,9 +221,7 @@ def _refuse_nothing(measurements: Sequence[Measurement]) -> None:
     """A chart of no answer at all would be an empty page."""
     if not any(m.completed for m in measurements):
         reasons = "; ".join(dict.fromkeys(what for m in measurements for what in m.failures)) or "no reason was told"
-        raise TargetError(
-            f"no request was answered: {reasons}", mend="look at the servers' logs; bench.api and bench.body say how they are asked"
-        )
+        raise TargetError(f"no request was answered: {reasons}", mend="look at the servers' logs; bench.api and bench.body say how they are asked")
 
 
 def _about(line: Line, generator: Generator, groups: Mapping[str, Sequence[Prompt]], baseline: str, salt: str | None) -> BenchRun:

@@ -9,7 +9,7 @@ import pytest
 
 from firesteel.errors import ArtifactError
 from firesteel.evaluation.bench import bench_headline, build, read_bench, write_bench
-from firesteel.evaluation.bench_merge import busy_tokens_per_second, combine, merge
+from firesteel.evaluation.bench_merge import busy_tokens_per_second, combine, decoding_steps, merge
 from firesteel.evaluation.bench_schema import MIXED, Answer, BenchRun, Drafting, Load, Measurement, Served, ServerFacts
 from firesteel.evaluation.frontier import gains, interactivity_at, pareto, throughput_at
 from firesteel.evaluation.schema import Machine
@@ -59,7 +59,7 @@ def test_one_user() -> None:
     assert found.latency_s is not None
     assert found.latency_s.p99 == pytest.approx(1.01)
     assert found.tokens_per_second == pytest.approx(32 / 2.02)
-    assert (found.acceptance_length, found.drafted_per_round, found.accepted_per_round) == (3.0, 4.0, 2.0)
+    assert (found.acceptance_length, found.drafted_per_step, found.accepted_per_step) == (3.0, 4.0, 2.0)
     assert (found.completed, found.failed, found.output_tokens, found.prompt_tokens) == (2, 0, 32, 18)
 
 
@@ -82,13 +82,25 @@ def test_throughput_is_that_of_busy_users() -> None:
 
 def test_what_is_not_told_is_not_invented() -> None:
     none = merge("plain", MIXED, 1, 0, Load(answers=[answer()], failures={}), UNTOLD)
-    assert (none.acceptance_length, none.drafted_per_round, none.accepted_per_round) == (None, None, None)
+    assert (none.acceptance_length, none.drafted_per_step, none.accepted_per_step) == (None, None, None)
     idle = Drafting(rounds=0, drafted=0, accepted=0, accepted_by_position=[])
-    assert merge("s", MIXED, 1, 0, Load(answers=[answer()], failures={}), UNTOLD.model_copy(update={"drafting": idle})).acceptance_length is None
+    silent = merge("s", MIXED, 1, 0, Load(answers=[answer()], failures={}), UNTOLD.model_copy(update={"drafting": idle}))
+    assert (silent.acceptance_length, silent.drafted_per_step, silent.accepted_per_step) == (None, 0.0, 0.0)
     single = merge("s", MIXED, 1, 0, Load(answers=[answer(chunks=1, tokens=1)], failures={}), UNTOLD)
     assert (single.tpot_ms, single.tokens_per_second_per_user, single.chunk_gap_ms) == (None, None, None)
     nothing = merge("s", MIXED, 1, 0, Load(answers=[], failures={"HTTP 500": 3}), UNTOLD)
     assert (nothing.failed, nothing.ttft_ms, nothing.tokens_per_second) == (3, None, None)
+
+
+def test_steps_without_drafts_lower_the_budget() -> None:
+    """Sixteen tokens: the first, three rounds with two of four drafts each, and six steps without."""
+    drafting = Drafting(rounds=3, drafted=12, accepted=6, accepted_by_position=[3, 3, 0, 0])
+    assert decoding_steps(drafting, 16, 1) == 9
+    assert decoding_steps(drafting, 9, 1) == 3  # the end cut the last round: never less than the rounds
+    found = merge("s", MIXED, 1, 0, Load(answers=[answer()], failures={}), UNTOLD.model_copy(update={"drafting": drafting}))
+    assert found.acceptance_length == 3
+    assert found.drafted_per_step == pytest.approx(12 / 9)
+    assert found.accepted_per_step == pytest.approx(6 / 9)
 
 
 def test_spread_and_frontier_of_repeats() -> None:

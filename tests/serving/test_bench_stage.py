@@ -96,7 +96,7 @@ def test_two_servers_and_all_files(line: MakeLine) -> None:
         assert m.tpot_ms.median >= 1000 * 0.02 * steps / 12 * 0.95
         assert m.tpot_ms.median <= 1000 * slow * steps / 12 * 4
         if server == "drafter":
-            assert (m.acceptance_length, m.drafted_per_round, m.accepted_per_round) == (3.0, 4.0, 2.0)
+            assert (m.acceptance_length, m.drafted_per_step, m.accepted_per_step) == (3.0, 4.0, 2.0)
             assert m.served.tokens == m.output_tokens
         else:
             assert m.acceptance_length is None

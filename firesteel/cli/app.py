@@ -142,6 +142,30 @@ def report(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    measure: Annotated[bool, typer.Option("--measure", help="First measure this machine, for half a minute, and remember that.")] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens of a document; by default half of hidden.max_length.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens of the corpus, such as 2e9, for a time in hours.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and queue.png; by default `plan` in the run's.")] = None,
+) -> None:
+    """Say how many of which node to use, what limits them and how long it takes. Starts nothing."""
+    _call("firesteel.cli.runner", "plan_cluster", load_recipe(recipe, overrides or []), measure, length, tokens, out)
+
+
+@app.command()
+def launch(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    on: Annotated[str | None, typer.Option(help="local, ssh, slurm or kubernetes; by default cluster.launcher.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print every command, one block a node (or the script, or the manifests).")] = False,
+) -> None:
+    """Start servers and trainers on the machines of `cluster`, and stop all when the trainers are done."""
+    raise typer.Exit(_call("firesteel.cli.runner", "launch_cluster", load_recipe(recipe, overrides or []), on, dry_run))
+
+
+@app.command()
 def recipe(
     name: Annotated[str | None, typer.Argument(help="A named recipe or a YAML file.")] = None,
     overrides: Overrides = None,

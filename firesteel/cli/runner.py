@@ -15,7 +15,7 @@ import transformers
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_settings
-from firesteel.stages import bench, calibrate, check, evaluate, extract, extract_server, package, prompts, respond, serve, train
+from firesteel.stages import bench, calibrate, check, evaluate, extract, extract_server, launch, package, plan, prompts, respond, serve, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
@@ -66,6 +66,20 @@ def bench_servers(recipe: Recipe, servers: list[str]) -> None:
     """A load test of running servers."""
     _quiet()
     bench.run(Line(recipe, ConsoleScreen()), bench.named_servers(servers))
+
+
+def plan_cluster(recipe: Recipe, measure: bool, length: int | None, tokens: float | None, out: Path | None) -> None:
+    """What a cluster would do."""
+    _quiet()
+    plan.run(Line(recipe, ConsoleScreen()), measure=measure, length=length, tokens=tokens, out=out)
+
+
+def launch_cluster(recipe: Recipe, launcher: str | None, dry_run: bool) -> int:
+    """A run on a cluster; the trainers' exit code."""
+    if launcher not in (None, "local", "ssh", "slurm", "kubernetes"):
+        raise RecipeError(f"--on {launcher} is not known", mend="local, ssh, slurm or kubernetes")
+    _quiet()
+    return launch.run(Line(recipe, ConsoleScreen()), launcher, dry_run=dry_run)
 
 
 def run_line(line: Line) -> None:

@@ -43,13 +43,13 @@ def plan_of(
 
 
 def run(line: Line, *, measure: bool, length: int | None, tokens: float | None, out: Path | None) -> None:
-    """Say the plan, and leave it as `plan.json` and `queue.png`.
+    """Say the plan, and leave it as `plan.json` and `queue.png` (not on a cluster's own paths, which this machine may lack).
 
     Args:
         measure: first measure this machine and remember that.
         length: tokens of a document.
         tokens: of the corpus.
-        out: folder; None: `plan` in the run's.
+        out: folder; None: `plan` in the run's where `runs_dir` is a relative path.
     """
     recipe, say = line.recipe, line.screen.say
     if measure:
@@ -59,6 +59,9 @@ def run(line: Line, *, measure: bool, length: int | None, tokens: float | None, 
     _, plan = plan_of(recipe, table(recipe), length=length, tokens=tokens)
     for text in plan_lines(plan):
         say(text)
+    if out is None and Path(recipe.runs_dir).expanduser().is_absolute():
+        say("--out FOLDER keeps the plan as JSON, and a picture of the simulated queues")
+        return
     folder = out or line.folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "plan.json", json.dumps(plan.to_dict(), indent=1))

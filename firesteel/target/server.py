@@ -99,7 +99,15 @@ def leave_on_signals() -> None:
 
 
 def plan_server(
-    target: recipes.Target, hidden: recipes.Hidden, folder: Path, *, model: str, layer_ids: Sequence[int], num_layers: int, max_positions: int
+    target: recipes.Target,
+    hidden: recipes.Hidden,
+    folder: Path,
+    *,
+    model: str,
+    layer_ids: Sequence[int],
+    num_layers: int,
+    max_positions: int,
+    link: bool = True,
 ) -> ServerPlan:
     """The command of a server for this recipe.
 
@@ -108,6 +116,7 @@ def plan_server(
         model: folder or hub name of the target.
         layer_ids: captured layers; the last layer's output is captured, too.
         max_positions: of the target.
+        link: make the folder with this package that vLLM's Python is pointed at; False: whoever starts the server does (`link_code`).
 
     Raises:
         RecipeError: documents may be longer than the target can read, or there is no such interpreter.
@@ -135,7 +144,7 @@ def plan_server(
         command += ["--revision", target.revision]
     if target.trust_remote_code:
         command.append("--trust-remote-code")
-    env = {"PYTHONPATH": str(_code(folder))}
+    env = {"PYTHONPATH": str(link_code(folder) if link else _code(folder))}
     if target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available()):
         more, own = on_cpu()
         command, env = [*command, *more], env | own
@@ -269,8 +278,12 @@ def _leave(number: int, _: object) -> None:
 
 
 def _code(folder: Path) -> Path:
-    """A folder for vLLM's PYTHONPATH that has this package and nothing of its environment."""
-    code = (folder / "server" / "code").absolute()
+    return (folder / "server" / "code").absolute()
+
+
+def link_code(folder: Path) -> Path:
+    """Make the folder of a run for vLLM's PYTHONPATH that has this package and nothing of its environment."""
+    code = _code(folder)
     code.mkdir(parents=True, exist_ok=True)
     link, package = code / "firesteel", Path(firesteel.__file__).parent
     if not link.exists() or link.resolve() != package.resolve():

@@ -37,8 +37,8 @@ NAME = "serve"
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """What the smoke check sends, and what it expects."""
+class HeldOut:
+    """What a smoke check sends (token ids), and what it expects."""
 
     prompts: list[list[int]]
     expected: Expectation
@@ -96,7 +96,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
     model = resolve_target(recipe.target)
     if spec.stitch:
         model = str(_stitched(line, folder, Path(model)))
-    ask = _ask(line, folder, speculative["num_speculative_tokens"])
+    ask = held_out(line, folder, speculative["num_speculative_tokens"])
     plan = plan_serving(engine, model, recipe.target, recipe.serve, speculative)
     leave_on_signals()
     place, started = line.folder / NAME, time.monotonic()
@@ -159,8 +159,15 @@ def _stitched(line: Line, package: Path, target: Path) -> Path:
     return out
 
 
-def _ask(line: Line, package: Path, tokens: int) -> _Ask:
-    """Prompts that were evaluated, with what was accepted on these very prompts; without an evaluation the contract's promise."""
+def held_out(line: Line, package: Path, tokens: int) -> HeldOut:
+    """Prompts that were evaluated, with what was accepted on these very prompts; without an evaluation the contract's promise.
+
+    Args:
+        tokens: drafts a round.
+
+    Raises:
+        DataError: there is no such prompt.
+    """
     recipe = line.recipe
     tokenizer = load_tokenizer(resolve_target(recipe.target), recipe.target)
     evaluated = _evaluated(package)
@@ -174,7 +181,7 @@ def _ask(line: Line, package: Path, tokens: int) -> _Ask:
         expected = _promised(line, package, tokens)
     if not prompts:
         raise DataError("there is no held-out prompt to check the server with", mend="give one in prompts.sources with split: eval")
-    return _Ask([encode_prompt(tokenizer, p.history([]), p.tools, where=p.where) for p in prompts], expected, longest)
+    return HeldOut([encode_prompt(tokenizer, p.history([]), p.tools, where=p.where) for p in prompts], expected, longest)
 
 
 def _evaluated(package: Path) -> tuple[list[tuple[Prompt, RequestRecord]], int] | None:

@@ -81,7 +81,10 @@ def toy_engine(brake: Brake, *, draft: bool = True, requests: int = 4, blocks: i
     def drafter() -> ToyDrafter:
         table = random_table(len(WORDS), 9, memory=2)
         return ToyDrafter(
-            lambda context: TARGET(context) if sum(context[-2:]) % 4 else table(context), Enumerated([]), confidence=lambda c, t: CONFIDENCES[c[-1] % 3], deterministic=True
+            lambda context: TARGET(context) if sum(context[-2:]) % 4 else table(context),
+            Enumerated([]),
+            confidence=lambda c, t: CONFIDENCES[c[-1] % 3],
+            deterministic=True,
         )
 
     made = SessionDrafter(drafter, 3) if draft else None
@@ -115,10 +118,12 @@ class Running:
 
 
 @contextmanager
-def running(*, brake: Brake | None = None, draft: bool = True, requests: int = 4, served: Served = SERVED, **settings: Any) -> Iterator[Running]:
+def running(
+    *, brake: Brake | None = None, draft: bool = True, requests: int = 4, blocks: int = 512, served: Served = SERVED, **settings: Any
+) -> Iterator[Running]:
     """A server; settings are those of `serve:`."""
     brake = brake or Brake()
-    service = Service(served, toy_engine(brake, draft=draft, requests=requests), Serve(**settings))
+    service = Service(served, toy_engine(brake, draft=draft, requests=requests, blocks=blocks), Serve(**settings))
     server = Server("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=(service,))
     thread.start()

@@ -1,0 +1,155 @@
+"""How the server ends, and what is left of it: a drain that lets answers finish, and storms after which nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+
+import httpx
+import pytest
+from server_toys import EOS, Brake, Running, alone, decode, running
+
+PROMPT = [5, 9, 17]
+LONG = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+
+
+def begin(server: Running, found: list[httpx.Response]) -> threading.Thread:
+    def ask() -> None:
+        with server.client() as client:
+            found.append(client.post("/v1/completions", json=LONG))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not server.service.thread.open:
+        time.sleep(0.01)
+    return thread
+
+
+def test_a_drain_finishes_what_runs_and_refuses_the_rest() -> None:
+    with running(brake=Brake(0.05)) as server, server.client() as client:
+        found: list[httpx.Response] = []
+        asked = begin(server, found)
+        client.get("/health")  # a connection that stays
+        server.server.stop()
+        while not server.service.draining:
+            time.sleep(0.01)
+        late = client.post("/v1/completions", json=LONG)
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "shutting_down"
+        assert late.headers["retry-after"]
+        assert client.get("/health").status_code == 503
+        asked.join()
+        server.thread.join()
+        assert found[0].json()["choices"][0]["text"] == decode([t for t in alone(PROMPT, 60, eos=False) if t != EOS])
+        with pytest.raises(httpx.ConnectError), server.client() as other:
+            other.get("/health")
+
+
+def test_a_drain_ends_what_takes_too_long() -> None:
+    with running(brake=Brake(0.05), drain_seconds=0.2) as server:
+        found: list[httpx.Response] = []
+        asked = begin(server, found)
+        server.server.stop()
+        server.thread.join()
+        asked.join()
+        assert found[0].status_code == 503
+        assert server.engine.pool.used == 0
+
+
+def test_a_short_storm_leaves_nothing() -> None:
+    storm(seconds=4, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ten_minutes_of_storm_leave_nothing() -> None:
+    storm(seconds=600, seed=1)
+
+
+def storm(seconds: float, seed: int) -> None:
+    """Clients that ask for all sorts of things, leave when they like and send nonsense, against an engine that is short of blocks."""
+    with running(max_queue=16, requests=6, blocks=100, max_body=50_000) as server:
+        with server.client() as client:  # threads that are made once and kept exist from here on
+            client.post("/v1/completions", json=LONG)
+        before = threading.active_count()
+        statuses, wrong, tasks_left = asyncio.run(_clients(server.url, seconds, random.Random(seed)))
+        server.settle()
+        assert not wrong
+        assert tasks_left == 0
+        assert statuses[200] > 10
+        assert statuses[400] > 0
+        assert set(statuses) <= {200, 400, 404, 413, 429, "left"}
+        assert server.engine.pool.used == 0
+        assert server.engine.counters.preemptions > 0, "there was no storm"
+        assert server.engine.running == server.engine.waiting == 0
+        assert server.service.thread.failed is None
+        # asyncio keeps the threads that it encodes prompts in, a few by design.
+        assert threading.active_count() - before <= 32
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=LONG).json()["choices"][0]["text"] == decode([t for t in alone(PROMPT, 60, eos=False) if t != EOS])
+    assert not [t for t in threading.enumerate() if t.name.startswith(("firesteel", "asyncio"))]
+
+
+async def _clients(url: str, seconds: float, dice: random.Random) -> tuple[dict[int | str, int], list[str], int]:
+    statuses: dict[int | str, int] = {}
+    wrong: list[str] = []
+    end = time.monotonic() + seconds
+
+    async def one(client: httpx.AsyncClient) -> None:
+        while time.monotonic() < end:
+            kind = dice.choice(("whole", "stream", "leave", "leave whole", "nonsense", "refused", "huge", "long", "choices"))
+            status: int | str
+            try:
+                status = await _play(client, kind, dice, wrong)
+            except httpx.TimeoutException:
+                status = "left"
+            statuses[status] = statuses.get(status, 0) + 1
+
+    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(one(client) for _ in range(24)))
+    return statuses, wrong, len(asyncio.all_tasks()) - 1
+
+
+async def _play(client: httpx.AsyncClient, kind: str, dice: random.Random, wrong: list[str]) -> int:
+    first = dice.randrange(3, 40)
+    body = {"prompt": [first, 7], "max_tokens": dice.randrange(1, 24), "temperature": 0, "ignore_eos": True}
+    if kind == "nonsense":
+        return (await client.post("/v1/completions", content=b"{" * dice.randrange(1, 50))).status_code
+    if kind == "refused":
+        return (await client.post("/v1/completions", json={**body, "max_tokens": dice.choice((-1, 10**9))})).status_code
+    if kind == "huge":
+        return (await client.post("/v1/completions", content=b" " * dice.randrange(50_001, 200_000))).status_code
+    if kind == "long":
+        return (await client.post("/v1/completions", json={**body, "prompt": [first] * dice.randrange(100, 400), "max_tokens": 1})).status_code
+    if kind == "choices":
+        return (await client.post("/v1/completions", json={**body, "n": 3, "temperature": 1})).status_code
+    if kind == "leave whole":
+        return (await client.post("/v1/completions", json={**body, "max_tokens": 200}, timeout=dice.uniform(0.01, 0.3))).status_code
+    if kind == "whole":
+        answer = await client.post("/v1/completions", json=body)
+        text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+        _compare(text, body, wrong)
+        return answer.status_code
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 200 if kind == "leave" else body["max_tokens"]}) as stream:
+        if stream.status_code != 200:
+            return stream.status_code
+        parts = []
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                parts += [c["text"] for c in json.loads(line.removeprefix("data: "))["choices"]]
+            if kind == "leave" and len(parts) > 3:
+                return 200
+    _compare("".join(parts), body, wrong) if kind == "stream" else None
+    return 200
+
+
+def _compare(text: str | None, body: dict[str, object], wrong: list[str]) -> None:
+    prompt, count = body["prompt"], body["max_tokens"]
+    assert isinstance(prompt, list)
+    assert isinstance(count, int)
+    if text is not None and text != decode([t for t in alone(prompt, count, eos=False) if t != EOS]):
+        wrong.append(f"{body}: {text}")

@@ -72,12 +72,12 @@ def _devices(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware
 def _addresses(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
     addresses = {n.address for n in topology.nodes}
     local = sorted(a for a in addresses if a.startswith(_LOOPBACK))
-    if len(addresses) > 1 and local and not all(a.startswith(_LOOPBACK) for a in addresses):
+    if local and len(local) < len(addresses):
         yield RecipeError(
             f"cluster.nodes: {local[0]} is an address of this machine alone, but other nodes are elsewhere",
             mend="give the address at which the other nodes reach it",
         )
-    if len(addresses) > 1 and recipe.hidden.transport == "disk" and recipe.hidden.exchange is None and recipe.cluster.shared is None:
+    if len(addresses) > max(1, len(local)) and recipe.hidden.transport == "disk" and recipe.hidden.exchange is None and recipe.cluster.shared is None:
         yield RecipeError(
             "hidden.transport=disk needs a folder that all nodes see", mend="set cluster.shared to it, or hidden.exchange, or hidden.transport=mooncake"
         )

@@ -150,12 +150,12 @@ def healthy(url: str) -> bool:
 
 
 def last_line(log: Path) -> str:
-    """The end of a log."""
+    """What a log ends with: its last error, or its last line."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         lines = []
-    return (lines or ["it said nothing"])[-1][-300:]
+    return ([line for line in lines if "rror" in line] or lines or ["it said nothing"])[-1][-300:]
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:

@@ -31,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if "FAKE_HANGS" in os.environ else 200)
         self.end_headers()
-http.server.ThreadingHTTPServer((flags["--host"].replace("0.0.0.0", "127.0.0.1"), int(flags["--port"])), Handler).serve_forever()
+http.server.ThreadingHTTPServer((os.environ.get("FAKE_HOST", flags["--host"]), int(flags["--port"])), Handler).serve_forever()
 """
 # A trainer: notes its arguments, works a while, notes an interrupt as a run that saves its state.
 TRAINER = """#!{python}
@@ -54,10 +54,10 @@ SSH = """#!{python}
 import os, subprocess, sys
 args = sys.argv[1:]
 while args[0].startswith("-"):
-    args = args[2:] if args[0] == "-o" else args[1:]
+    args = args[2:] if args[0] in ("-o", "-l", "-p") else args[1:]
 host, command = args[0], " ".join(args[1:])
 with open({log!r}, "a") as f:
-    f.write(" ".join(sys.argv[1:]) + "\\n")
+    f.write(" ".join(sys.argv[1:]).replace("\\n", " ") + "\\n")
 if host == os.environ.get("FAKE_DOWN"):
     print("ssh: connect to host " + host + " port 22: No route to host", file=sys.stderr)
     raise SystemExit(255)

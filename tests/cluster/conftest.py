@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "line"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster_fakes import install

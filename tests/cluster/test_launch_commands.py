@@ -134,7 +134,8 @@ def test_the_slurm_script_runs(folder: Path, tmp_path: Path) -> None:
     bins = tmp_path / "bin"
     bins.mkdir()
     (bins / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n'\n")
-    (bins / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do case $1 in --output=*) exec > "${1#--output=}" 2>&1 ;; esac; shift; done\nexec "$@"\n')
+    step = 'case $1 in --output=*) exec > "${1#--output=}" 2>&1 ;; --nodelist=*) export FAKE_HOST="${1#--nodelist=}" ;; esac'
+    (bins / "srun").write_text(f'#!/bin/bash\nwhile [[ $1 == --* ]]; do {step}; shift; done\nexec "$@"\n')
     for path in bins.iterdir():
         path.chmod(0o755)
     env = {"PATH": f"{bins}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-3]", "FAKE_CODE": "7", "HOME": str(tmp_path)}

@@ -102,7 +102,7 @@ async def _answer(service: Service, request: Http, kind: type[Request]) -> Respo
     try:
         asked = parse(kind, await _read(request, service.settings.max_body, service.settings.request_seconds))
         _check_model(service, asked.model)
-        prompts = await asyncio.to_thread(read_prompts, service, asked)
+        prompts = await asyncio.get_running_loop().run_in_executor(service.encoding, read_prompts, service, asked)
         asks = plan_asks(service, asked, prompts)
         service.check()
         call.ask(asks)

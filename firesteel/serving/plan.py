@@ -22,9 +22,12 @@ def read_prompts(service: Service, asked: Request) -> list[list[int]]:
     """Token ids of each prompt. Slow for long texts: not to be called in asyncio's thread.
 
     Raises:
-        Refusal: a prompt is empty, of unknown tokens, or refused by the chat template.
+        Refusal: a prompt is empty, of unknown tokens, or refused by the chat template; or more answers are wanted than this server ever has room for.
     """
     served = service.served
+    wanted = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
+    if wanted > service.thread.most:
+        raise Refusal(400, f"{wanted} answers in one request; this server has room for {service.thread.most}", param="n")
     try:
         if isinstance(asked, ChatRequest):
             return [served.encode_chat([m.turn() for m in asked.messages], asked.offered)]

@@ -20,6 +20,8 @@ except ImportError as e:
     raise ResourceError(f"the server needs FastAPI and uvicorn ({e})", mend='pip install "firesteel[server]"') from None
 
 _BACKLOG = 2048
+# Seconds that an idle connection is kept. Clients that use one again just when it is closed see an error, so it is long.
+_KEEP_ALIVE = 75
 # Seconds in which clients must have taken what was written for them when everything else has ended.
 _LAST_BYTES = 5
 
@@ -80,7 +82,14 @@ class Server:
     async def _run(self, service: Service) -> None:
         aio = asyncio.get_running_loop()
         config = uvicorn.Config(
-            build_app(service), log_level="warning", access_log=False, lifespan="off", ws="none", backlog=_BACKLOG, timeout_graceful_shutdown=_LAST_BYTES
+            build_app(service),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_LAST_BYTES,
         )
         inner = _Uvicorn(config, service.drain, aio, self._up.set)
         self._inner = inner
@@ -90,7 +99,7 @@ class Server:
         finally:
             self._inner = None
             # It ends after the step that runs; answers that are still open are given back to the caches.
-            await asyncio.to_thread(service.thread.close)
+            await asyncio.to_thread(service.close)
             self._socket.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ class Served:
 
     Attributes:
         name: what clients ask for.
-        encode: text -> token ids; like `encode_chat` it may run in any thread, and raises a FiresteelError where it cannot.
+        encode: text -> token ids; like `encode_chat` it runs in a thread of its own, one call at a time, and raises a FiresteelError where it cannot.
         encode_chat: turns (`role`, `content` ...) and tools -> token ids of the prompt.
         decode: token ids -> text without special tokens.
         token_text: one token's text, special tokens shown.
@@ -55,6 +56,8 @@ class Service:
         self.served, self.settings = served, settings
         self.thread = EngineThread(engine, engine.max_requests + settings.max_queue)
         self.metrics = Metrics()
+        # One thread: a tokenizer is not made for several at once, and a long prompt must not hold asyncio up.
+        self.encoding = ThreadPoolExecutor(1, thread_name_prefix="firesteel-encode")
         self.calls: set[Call] = set()
         self.draining = False
 
@@ -72,6 +75,11 @@ class Service:
             raise engine_failed(self.thread.failed, status=503)
         if self.draining:
             raise draining()
+
+    def close(self) -> None:
+        """Cancel what is open, give the caches back and end the threads."""
+        self.encoding.shutdown(cancel_futures=True)
+        self.thread.close()
 
     async def drain(self) -> None:
         """Accept nothing more, wait for what runs (`serve.drain_seconds` at most), end the rest."""
@@ -105,8 +113,6 @@ class Call:
             Refusal: too many answers are waiting already.
         """
         thread = self._service.thread
-        if len(asks) > thread.most:
-            raise Refusal(400, f"{len(asks)} answers in one request; this server has room for {thread.most}", param="n")
         if len(asks) > thread.room:
             raise Refusal(429, f"{thread.open} answers are being written or wait already (serve.max_queue): try again later", code="queue_full", retry=1)
         for index, (ask, answer) in enumerate(asks):

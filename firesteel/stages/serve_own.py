@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from firesteel import __version__
 from firesteel.artifact import write_atomic
@@ -62,21 +61,12 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
 def served_model(line: Line) -> Served:
     """The line's target as clients see it."""
     target, tokenizer = line.target, line.target.tokenizer
-    # Encoding happens in other threads than decoding, and a tokenizer is not made for several at once.
-    encoder, lock = copy.deepcopy(tokenizer), threading.Lock()
-
-    def encode(text: str) -> list[int]:
-        with lock:
-            return list(encoder(text)["input_ids"])
-
-    def encode_chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        with lock:
-            return encode_prompt(encoder, messages, tools, where="the request")
-
+    # Encoding happens in another thread than decoding, and a tokenizer is not made for two at once.
+    encoder = copy.deepcopy(tokenizer)
     return Served(
         name=line.recipe.serve.model_name or line.recipe.target.model,
-        encode=encode,
-        encode_chat=encode_chat,
+        encode=lambda text: list(encoder(text)["input_ids"]),
+        encode_chat=lambda messages, tools: encode_prompt(encoder, messages, tools, where="the request"),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         token_text=lambda token: decode_ids(tokenizer, [token]),
         eos_ids=frozenset(target.spec.eos_ids),

@@ -67,6 +67,8 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("completions", {"prompt": PROMPT, "min_p": 2}, "min_p", "less than or equal to 1"),
         ("completions", {"prompt": PROMPT, "n": 0}, "n", "greater than or equal to 1"),
         ("completions", {"prompt": PROMPT, "n": 10**6}, "n", "less than or equal to 128"),
+        ("completions", {"prompt": [[5]] * 300}, "n", "300 answers in one request; this server has room for 260"),
+        ("completions", {"prompt": [[5]] * 3, "n": 100}, "n", "300 answers in one request"),
         ("completions", {"prompt": PROMPT, "seed": 2**70}, "seed", "less than or equal to"),
         ("completions", {"prompt": PROMPT, "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ("completions", {"prompt": PROMPT, "stop": ["a", "b", "c", "d", "e"]}, "stop", "up to 4"),
@@ -198,8 +200,6 @@ def test_a_full_queue_turns_requests_away_and_takes_them_again() -> None:
             first.read()
         waiting.join()
         assert post(small, {"prompt": PROMPT, "max_tokens": 1}).status_code == 200
-        error = refused(post(small, {"prompt": PROMPT, "n": 3}), 400)
-        assert "room for 2" in error["message"]
 
 
 def test_time_per_request_is_limited() -> None:

@@ -25,7 +25,7 @@ from firesteel.hidden.stores import DiskStore
 from firesteel.losses.weights import exponential_weights
 from firesteel.target.head import TargetHead
 from firesteel.training.data import BatchSource, held_out_batches
-from firesteel.training.loop import TrainJob
+from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
 HERE = Path(__file__).resolve().parent

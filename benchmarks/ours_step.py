@@ -33,9 +33,10 @@ from firesteel.losses.weights import exponential_weights
 from firesteel.stages.configure import target_facts
 from firesteel.target.local import LocalTarget, load_target
 from firesteel.training.data import BatchSource
-from firesteel.training.loop import TrainJob, backward, compute_loss, prepare_memory
+from firesteel.training.loop import prepare_memory
 from firesteel.training.optimizer import Optimizers
 from firesteel.training.schedule import loss_weights
+from firesteel.training.step import TrainJob, backward, compute_loss
 from firesteel.training.tables import make_tables
 
 

@@ -150,17 +150,18 @@ def is_current(path: Path, kind: str, key: str) -> bool:
 class ArtifactWriter:
     """The working folder of a stage, resumable until `commit`.
 
-    `resumed` is True if work under the same key was found.
+    `resumed` is True if work under the same key was found. `shared` is for the other processes of a stage: the folder is taken as their
+    first one has made it.
     """
 
-    def __init__(self, path: Path, kind: str, settings: dict[str, Any], inputs: dict[str, str]) -> None:
+    def __init__(self, path: Path, kind: str, settings: dict[str, Any], inputs: dict[str, str], *, shared: bool = False) -> None:
         self.final, self.kind, self.settings, self.inputs = path, kind, settings, inputs
         self.key = make_key(kind, settings, inputs)
         self.path = path.with_name(path.name + ".partial")
         self.started = time.time()
         work = self.path / WORK
         self.resumed = work.is_file() and _read_key(work) == self.key
-        if not self.resumed:
+        if not self.resumed and not shared:
             shutil.rmtree(self.path, ignore_errors=True)
             try:
                 self.path.mkdir(parents=True)

@@ -259,6 +259,14 @@ class Train(Section):
         description="Precision of matrix products in a training step on a CPU (weights, logits and sums stay float32); "
         "`auto` takes bfloat16 where the processor multiplies it natively.",
     )
+    parallel: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto",
+        description="Several processes (torchrun): a whole copy of the drafter each (ddp), or a shard of its parameters, gradients and optimizer state (fsdp); "
+        "`auto` shards what would fill a quarter of a rank's memory.",
+    )
+    context_ranks: int = Field(
+        1, description="Several processes: ranks that share every batch and divide its anchors and context among them; divides their number.", ge=1
+    )
     nonfinite_budget: int = Field(10, description="Steps with non-finite loss or gradient that may be skipped before training stops.", ge=0)
     compile: bool = Field(True, description="Compile the elementwise part of the loss where a compiler is found.")
 

@@ -20,6 +20,7 @@ from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
+from firesteel.stages.ranks import SilentScreen, joined
 from firesteel.stages.stitch import stitch_once
 
 # The whole system in one list; `run` walks it.
@@ -37,13 +38,14 @@ LINE: list[tuple[str, Callable[[Line], Any]]] = [
 def run_verb(verb: str, recipe: Recipe) -> None:
     """Run one verb of the command line."""
     _quiet()
-    line = Line(recipe, ConsoleScreen())
     verbs: dict[str, Callable[[Line], Any]] = {**dict(LINE), "run": run_line, "check": check.run, "report": evaluate.show}
     if verb not in verbs:
         raise RecipeError(f"there is no verb {verb!r}", mend=f"verbs: {', '.join(verbs)}")
-    if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
-        preflight(line)
-    verbs[verb](line)
+    with joined(verb, recipe) as world:
+        line = Line(recipe, ConsoleScreen() if world.first else SilentScreen(), world)
+        if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
+            preflight(line)
+        verbs[verb](line)
 
 
 def serve_states(recipe: Recipe, dry_run: bool) -> None:

@@ -20,6 +20,7 @@ from firesteel.target.local import LocalTarget, load_target
 from firesteel.target.native import read_native
 from firesteel.target.session import TargetSession
 from firesteel.target.spec import check_layer_ids, default_layer_ids
+from firesteel.training.parallel import ALONE, World
 
 
 class Bar(Protocol):
@@ -46,6 +47,7 @@ class Line:
 
     recipe: Recipe
     screen: Screen
+    world: World = ALONE
     timings: dict[str, float] = field(default_factory=dict)
     _session: TargetSession | None = None
 
@@ -101,6 +103,8 @@ class Line:
     ) -> Artifact:
         """Make artifact `name`, or skip it if it is there with the same settings and inputs.
 
+        In a world of several processes all of them work on it in one folder, which the first one makes and commits.
+
         Args:
             settings: the part of the recipe that the artifact depends on.
             inputs: content hashes of what it is made from.
@@ -109,15 +113,24 @@ class Line:
             loose: files in it that may change later without its content changing.
         """
         path = self.folder / name
-        if is_current(path, name, make_key(name, settings, inputs)):
+        first = self.world.first
+        if self.world.tell(first and is_current(path, name, make_key(name, settings, inputs))):
             self.screen.say(f"{name}: up to date")
             return open_artifact(path, name)
-        writer = ArtifactWriter(path, name, settings, inputs)
+        if first:
+            writer = ArtifactWriter(path, name, settings, inputs)
+        self.world.wait()
+        if not first:
+            writer = ArtifactWriter(path, name, settings, inputs, shared=True)
         if writer.resumed:
             self.screen.say(f"{name}: resuming")
         started = time.monotonic()
         about = work(writer)
-        artifact = writer.commit(about, drop=drop, loose=loose)
+        if first:
+            artifact = writer.commit(about, drop=drop, loose=loose)
+        self.world.wait()
+        if not first:
+            artifact = open_artifact(path, name, verify=False)
         self.timings[name] = time.monotonic() - started
         self.screen.say(f"{name}: done in {self.timings[name]:.1f} s")
         return artifact

@@ -33,9 +33,10 @@ from firesteel.stages.line import Line, pick_layer_ids
 from firesteel.stages.sizes import draft_config, drafter_shape, target_shape
 from firesteel.target.trial import prefill_seconds, trial_head, trial_model
 from firesteel.training.data import BatchSource
-from firesteel.training.loop import TrainJob, backward, prepare_memory
+from firesteel.training.loop import prepare_memory
 from firesteel.training.optimizer import Optimizers
 from firesteel.training.schedule import loss_weights
+from firesteel.training.step import TrainJob, backward
 from firesteel.training.tables import make_tables
 
 _LARGEST = 2048  # hidden size up to which the target's own layers are tried

@@ -69,12 +69,12 @@ def held_samples(line: Line, hidden: Artifact, store: HiddenStore | SampleFeed, 
     return held
 
 
-def last_batch(train: Train, per_epoch: int) -> int | None:
-    """The number of batches that a run's budget allows, whole optimiser steps; None where only the clock ends it."""
-    steps = [train.max_steps] if train.max_steps is not None else []
+def last_batch(train: Train, per_epoch: int, ranks: int = 1) -> int | None:
+    """The number of batches that a run's budget allows, whole optimiser steps of so many ranks' batches; None where only the clock ends it."""
+    steps, batches = [train.max_steps] if train.max_steps is not None else [], train.accumulate * ranks
     if train.epochs is not None:
-        steps.append(math.ceil(train.epochs * per_epoch / train.accumulate))
-    return min(steps) * train.accumulate if steps else None
+        steps.append(math.ceil(train.epochs * per_epoch / batches))
+    return min(steps) * batches if steps else None
 
 
 def local_fetch(line: Line) -> Fetch:

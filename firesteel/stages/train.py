@@ -28,7 +28,9 @@ from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
-from firesteel.training.loop import TrainJob, run_validation, train
+from firesteel.training.loop import run_validation, train
+from firesteel.training.replica import load_whole_state
+from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
 NAME = "train"
@@ -44,7 +46,7 @@ def run(line: Line) -> list[Artifact]:
     """Train every drafter that the recipe asks for."""
     hidden = line.input("hidden")
     # Reading every sample takes as long as the disk does: once for all drafters, and only if one has a reduced vocabulary.
-    counts = cache(lambda: _counts(line, hidden))
+    counts = cache(lambda: line.world.tell(_counts(line, hidden) if line.world.first else torch.empty(0)))
     return [_run_one(line, hidden, a, counts) for a in algorithms(line)]
 
 
@@ -88,15 +90,25 @@ def make_job(
         anchors=recipe.train.anchors,
         seed=recipe.seed,
     )
-    if isinstance(store, SampleFeed):
-        store.stop = stream.last_batch(recipe.train, source.per_epoch)
+    source.stop = stream.last_batch(recipe.train, source.per_epoch, line.world.data_size)
     keys = [d.key for d in take(extract.read_index(hidden, "validation"), tokens)]
     held_out = held_out_batches(stream.held_samples(line, hidden, store, keys), keys, layout, batch_tokens=recipe.train.batch_tokens)
     torch.manual_seed(recipe.seed)
     drafter = get_spec(config.algorithm).build(config).to(line.target.device)
     if init == "target":
         start_from_target(line, drafter, config)
-    return TrainJob(drafter, make_tables(line.target.head, vocab), source, held_out, recipe.train, recipe.loss, folder, line.target.spec.eos_ids, on_step)
+    return TrainJob(
+        drafter,
+        make_tables(line.target.head, vocab),
+        source,
+        held_out,
+        recipe.train,
+        recipe.loss,
+        folder,
+        line.target.spec.eos_ids,
+        on_step,
+        line.world,
+    )
 
 
 def take(listed: list[Listed], tokens: int) -> list[Listed]:
@@ -118,7 +130,7 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str, counts: Callable[[], 
     settings = {
         "drafter": {**drafter.model_dump(), "init": warm_key(drafter)},
         "loss": recipe.loss.model_dump(),
-        "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile"}),
+        "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile", "parallel", "context_ranks"}),
         "seed": recipe.seed,
         "target": prompts_stage.target_settings(line),
     }
@@ -136,7 +148,9 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
         def on_step(values: dict[str, Any]) -> None:
-            if "validation" in values:
+            if "warning" in values:
+                line.screen.warn(f"{algorithm}: {values['warning']}")
+            elif "validation" in values:
                 line.screen.say(f"{algorithm}: step {values['step']}: validation acceptance length {values['validation']:.3f} (best {values['best']:.3f})")
             else:
                 bar.set(values["done"], f"step {values['step']} loss {values['loss']:.3f} best {values['best']:.2f}")
@@ -146,6 +160,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
             line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
         # After a warm start, too: the hook leaves its weights, but what must be this target's own (an MTP head's copy of the final norm) it fills.
         begin_as_target(line, job.drafter, settings)
+        job.settings = writer.settings
         count = sum(p.numel() for p in job.drafter.parameters())
         line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
         try:
@@ -154,10 +169,12 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
             job.source.close()
     if target.checksum() != frozen:
         raise TrainingError("the target's weights changed while the drafter was trained", mend="this is a bug of Firesteel: please report it with the recipe")
-    job.drafter.load_state_dict(load_best(writer.path))
+    line.world.wait()  # for rank 0's last weights
+    load_whole_state(job.drafter, load_best(writer.path))
     best = run_validation(job)
-    write_atomic(writer / _CONFIG, json.dumps(config.to_dict()))
-    write_atomic(writer / _VOCAB, json.dumps(None if vocab is None else vocab.target_ids.tolist()))
+    if line.world.first:
+        write_atomic(writer / _CONFIG, json.dumps(config.to_dict()))
+        write_atomic(writer / _VOCAB, json.dumps(None if vocab is None else vocab.target_ids.tolist()))
     assert (writer / BEST).is_file(), "a finished run has validated at least once"
     return {
         "algorithm": algorithm,
@@ -167,6 +184,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
         "train_seconds": result.progress.seconds,
         "skipped_steps": result.progress.skipped,
         "stopped_by": result.stopped_by,
+        "processes": line.world.size,
         "best_step": result.progress.best_step,
         "acceptance_length": best.acceptance_length,
         "expected_length": best.expected_length,

@@ -1,8 +1,21 @@
-"""Resumable checkpoints of a training run, and the best weights so far. Written to a temporary name, then renamed."""
+"""Resumable states of a training run, and the best weights so far.
+
+A state is a folder `state/NUMBER` of torch.distributed.checkpoint files, in which every rank writes its part, and `facts.json`. It is made as
+`NUMBER.tmp` and renamed when all of it is on disk, and only then is the one before deleted: whatever happens in between, one whole state is
+there. Shards are put together anew at loading, so a state may be resumed by another number of processes, spread in another way.
+
+Saving goes on beside training. A thread copies parameters and optimizer state while the next step's gradients are computed, which leaves them
+alone; only the optimizer waits until the copy is whole.
+"""
 
 from __future__ import annotations
 
-import io
+import json
+import os
+import shutil
+import threading
+import time
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +23,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from firesteel.artifact import write_atomic
+from firesteel.artifact import disk_error, write_atomic
 from firesteel.errors import ArtifactError
+from firesteel.training.optimizer import Optimizers
+from firesteel.training.parallel import World
+from firesteel.training.replica import whole_state
 
-STATE, BEST = "state.pt", "best.safetensors"
+STATE, BEST = "state", "best.safetensors"
+_FACTS, _UNFINISHED = "facts.json", ".tmp"
+_PATIENCE = 600.0  # seconds that the end of a run waits for its last state
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # one process is what we mean
 
 
 @dataclass
@@ -42,32 +66,173 @@ class Progress:
     last_validation: int = -1
 
 
-def save_state(folder: Path, module: nn.Module, optimizer_state: Any, progress: Progress) -> None:
-    """Everything that the next step depends on."""
-    buffer = io.BytesIO()
-    torch.save({"module": module.state_dict(), "optimizer": optimizer_state, "progress": asdict(progress)}, buffer)
-    write_atomic(folder / STATE, buffer.getvalue())
+class Saver:
+    """Saves and loads the states of one run. Every rank has one, and calls its methods alike.
 
+    Args:
+        folder: the run's; all ranks see the same.
+        settings: what the run's results depend on.
 
-def load_state(folder: Path) -> dict[str, Any] | None:
-    """The saved state, or None if there is none.
-
-    Raises:
-        ArtifactError: the file is corrupt.
+    Attributes:
+        held: seconds that saving has kept training waiting.
     """
-    path = folder / STATE
-    if not path.is_file():
-        return None
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # torch raises many kinds for a damaged file
-        raise ArtifactError(f"the training checkpoint {path} is corrupt: {e}", mend=f"delete {path} to train from the start") from None
+
+    def __init__(self, folder: Path, drafter: nn.Module, optimizers: Optimizers, world: World, settings: dict[str, Any]) -> None:
+        self.folder, self.drafter, self.optimizers, self.world, self.settings = folder / STATE, drafter, optimizers, world, settings
+        self.held = 0.0
+        # The thread's messages must not mix with training's.
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still saving."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, progress: Progress) -> None:
+        """Save how things stand now, beside what comes next; before the optimizer's next step `let_copy` must be called."""
+        started = time.monotonic()
+        self.finish()
+        tensors = _tensors(self.drafter, self.optimizers)
+        random = torch.get_rng_state()
+        facts = {"progress": asdict(progress), "settings": self.settings, "processes": self.world.size}
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._save, args=(tensors, random, facts), name="saver", daemon=True)
+        self._thread.start()
+        self.held += time.monotonic() - started
+
+    def let_copy(self) -> None:
+        """Wait until a state under way no longer needs the parameters as they are."""
+        if self._thread is not None:
+            started = time.monotonic()
+            self._copied.wait()
+            self.held += time.monotonic() - started
+
+    def finish(self) -> None:
+        """Wait until a state under way is whole on disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+            self._thread = None
+
+    def error(self) -> str | None:
+        """Why the last state could not be saved, told once; the one before it is still there."""
+        found, self._error = self._error, None
+        if found is None:
+            return None
+        causes = [e for e, _ in getattr(found, "failures", {}).values()] or [found]
+        full = next((e for e in causes if isinstance(e, OSError)), None)
+        return f"no checkpoint of this state: {disk_error(full, self.folder).message if full else causes[0]}; the last one is kept and training goes on"
+
+    def load(self) -> Progress:
+        """Fill drafter and optimizers from the newest state, if there is one.
+
+        Raises:
+            ArtifactError: the state was made under other settings, or is damaged.
+        """
+        path = self.world.tell(self._newest() if self.world.first else None)
+        if path is None:
+            return Progress()
+        try:
+            facts = json.loads((path / _FACTS).read_text())
+            self._check(path, facts["settings"])
+            self._fill(path)
+            return Progress(**facts["progress"])
+        except ArtifactError:
+            raise
+        except (Exception, dcp.api.CheckpointException) as e:  # what is damaged can raise anything
+            raise ArtifactError(f"the training state {path} is corrupt: {e}", mend=f"delete {path} to train from the start") from None
+
+    def _fill(self, path: Path) -> None:
+        reader = dcp.FileSystemReader(path)
+        names: dict[Tensor, str] = {p: name for name, p in self.drafter.named_parameters()}
+        stored = {n: m for n, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        optimizer = self.optimizers.room(names, {n: (m.size, m.properties.dtype) for n, m in stored.items()})
+        random = torch.get_rng_state()
+        wanted = {f"drafter/{name}": t.detach() for name, t in self.drafter.state_dict().items()} | optimizer
+        mine = f"random/{self.world.rank}"
+        if mine in stored:  # a rank that was not there then goes on with its own
+            wanted[mine] = random
+        dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        torch.set_rng_state(random)
+
+    def _check(self, path: Path, theirs: dict[str, Any]) -> None:
+        ours, theirs = _flat(json.loads(json.dumps(self.settings, default=str))), _flat(theirs)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                raise ArtifactError(
+                    f"the training state {path} is of another recipe: {name} is {theirs.get(name)} there and {ours.get(name)} here",
+                    mend=f"set {name} back, or delete {path} to train from the start",
+                )
+
+    def _newest(self) -> Path | None:
+        """The newest whole state; what was never finished is swept away."""
+        found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        for path in found:
+            if path.suffix == _UNFINISHED:
+                shutil.rmtree(path, ignore_errors=True)
+        whole = [p for p in found if p.suffix != _UNFINISHED and (p / _FACTS).is_file()]
+        return whole[-1] if whole else None
+
+    def _save(self, tensors: dict[str, Tensor], random: Tensor, facts: dict[str, Any]) -> None:
+        path = self.folder / f"{facts['progress']['step']:09d}"
+        temporary = path.with_suffix(_UNFINISHED)
+        try:
+            try:
+                copies = {name: _copy(t) for name, t in tensors.items()} | {f"random/{self.world.rank}": random}
+            finally:
+                self._copied.set()
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(copies, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            if self.world.first:
+                write_atomic(temporary / _FACTS, json.dumps(facts, default=str))
+                self._commit(temporary, path)
+        except BaseException as e:  # CheckpointException is no Exception
+            self._error = e
+            if self.world.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _commit(self, temporary: Path, path: Path) -> None:
+        """Give a whole state its name, and delete the others."""
+        shutil.rmtree(path, ignore_errors=True)  # of the same step: resumed, and nothing done since
+        temporary.rename(path)
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)  # the rename is on disk before its predecessor goes
+        finally:
+            os.close(handle)
+        for other in self.folder.iterdir():
+            if other != path:
+                shutil.rmtree(other, ignore_errors=True)
 
 
-def save_best(folder: Path, module: nn.Module) -> None:
-    """The weights with the best validation so far."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
-    write_atomic(folder / BEST, save(tensors))
+def _tensors(drafter: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {p: name for name, p in drafter.named_parameters()}
+    return {f"drafter/{name}": t.detach() for name, t in drafter.state_dict().items()} | optimizers.tensors(names)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in CPU memory; of a shard, the shard's."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().to("cpu", copy=True)
+        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def save_best(folder: Path, module: nn.Module, world: World) -> None:
+    """The weights with the best validation so far, whole, from rank 0; with shards a collective."""
+    tensors = whole_state(module)
+    if world.first:
+        write_atomic(folder / BEST, save(tensors))
 
 
 def load_best(folder: Path) -> dict[str, Tensor]:

@@ -24,6 +24,9 @@ class BatchSource:
         lengths: tokens of each document in `keys`.
         batch_tokens: tokens of a batch at most.
         anchors: blocks of a batch at most.
+
+    Attributes:
+        stop: the batch number that will not be wanted any more, for a feed; None: no end. To be set before the first `take`.
     """
 
     def __init__(
@@ -32,6 +35,8 @@ class BatchSource:
         self.store, self.keys, self.lengths, self.layout, self.seed = store, list(keys), list(lengths), layout, seed
         self.batch_tokens, self.anchors = batch_tokens, anchors
         self.waited = 0.0
+        self.stop: int | None = None
+        self._origin: int | None = None
         self._planned: tuple[int, list[list[int]]] = (-1, [])
         self.per_epoch = len(plan_epoch(self.lengths, batch_tokens, seeded(seed, _ORDER, 0)))
 
@@ -39,10 +44,11 @@ class BatchSource:
         """Passes over the data before batch number `batch`."""
         return batch / self.per_epoch
 
-    def take(self, first: int, count: int) -> Iterator[Batch]:
-        """Batches `first` .. `first + count - 1`."""
-        for number in range(first, first + count):
-            yield self._make(number)
+    def take(self, first: int, count: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+        """Of the batches `first` .. `first + count - 1`, those that are rank `rank`'s of `size`: every `size`-th. Numbers go on through all
+        epochs, so every rank has as many as any other, whatever an epoch's number of batches."""
+        for number in range(first + rank, first + count, size):
+            yield self._make(number, size)
 
     def documents(self, batch: int) -> list[int]:
         """Numbers of the documents of a batch. A feed asks from its own thread."""
@@ -68,17 +74,26 @@ class BatchSource:
             self._planned = epoch, plan
         return plan
 
-    def _samples(self, number: int) -> list[HiddenSample]:
+    def _samples(self, number: int, stride: int) -> list[HiddenSample]:
         started = time.monotonic()
         if isinstance(self.store, SampleFeed):
-            samples = self.store.take(number, self.documents)
+            samples = self._fetched(self.store, number, stride)
         else:
             samples = [self.store.get(self.keys[i]) for i in self.documents(number)]
         self.waited += time.monotonic() - started
         return samples
 
-    def _make(self, number: int) -> Batch:
-        samples = self._samples(number)
+    def _fetched(self, feed: SampleFeed, number: int, stride: int) -> list[HiddenSample]:
+        """A feed fetches consecutive numbers ahead: those of a rank's own batches, counted from the first one that was wanted."""
+        if self._origin is None:
+            self._origin = number if stride > 1 else 0
+            if self.stop is not None:
+                feed.stop = max(0, -(-(self.stop - self._origin) // stride))
+        origin = self._origin
+        return feed.take((number - origin) // stride, lambda n: self.documents(origin + n * stride))
+
+    def _make(self, number: int, stride: int) -> Batch:
+        samples = self._samples(number, stride)
         eligible = [eligible_anchors(s.loss_mask) for s in samples]
         return pack(samples, sample_anchors(eligible, self.anchors, seeded(self.seed, _ANCHORS, number)), self.layout)
 

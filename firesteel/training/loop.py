@@ -1,59 +1,29 @@
-"""The training loop: next batch, loss, backward, clip, step, log, validate, save."""
+"""The training loop: next batches, gradients, clip, step, log, validate, save."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from firesteel import recipe as recipes
 from firesteel.batches.batch import Batch
-from firesteel.drafters.rows import Drafter, Reranked
-from firesteel.kernels.linear import half_products, wants_half
 from firesteel.kernels.memory import map_large_blocks
-from firesteel.losses.fused import fused_loss
-from firesteel.losses.types import LossResult, LossWeights, Teacher
-from firesteel.training.checkpoint import Progress, load_state, save_best, save_state
-from firesteel.training.data import BatchSource
+from firesteel.losses.types import LossResult
+from firesteel.training.checkpoint import Progress, Saver, save_best
 from firesteel.training.guards import FiniteGuard
 from firesteel.training.metrics import MetricsLog
 from firesteel.training.optimizer import Optimizers, lr_scale
+from firesteel.training.replica import Replica, wants_shards
 from firesteel.training.schedule import loss_weights, progress_of
-from firesteel.training.tables import SharedTables
+from firesteel.training.step import Gradients, TrainJob, compute_loss, gradients, loss_of, settle
 from firesteel.training.validation import Validation, validate
 
 _LOG_EVERY = 10
 _LARGE_VOCAB = 16384
-
-
-@dataclass
-class TrainJob:
-    """What a training run needs.
-
-    Attributes:
-        drafter: a `torch.nn.Module` that is also a `drafters.rows.Drafter`.
-        tables: the target's frozen embedding and head, cut to the draft vocabulary.
-        source: the training batches; a batch depends on the seed and its number only.
-        held_out: batches for validation (every eligible anchor).
-        folder: where state, best weights and metrics are kept; a state found there is resumed.
-        eos_ids: tokens that end a text.
-        on_step: called after each step with what a console shows.
-    """
-
-    drafter: Any
-    tables: SharedTables
-    source: BatchSource
-    held_out: list[Batch]
-    train: recipes.Train
-    loss: recipes.Loss
-    folder: Path
-    eos_ids: tuple[int, ...]
-    on_step: Callable[[dict[str, Any]], None]
 
 
 @dataclass
@@ -68,19 +38,22 @@ class TrainResult:
 def train(job: TrainJob) -> TrainResult:
     """Train until the budget is used or validation stops improving. Resumes from `job.folder`.
 
-    The best weights, by validation acceptance length, are left in `job.folder` and in the drafter.
+    The best weights, by validation acceptance length, are left in `job.folder`. In a world of several processes all of them call this; rank 0's
+    clock is everyone's, and whatever a rank decides follows from sums over all ranks, so that all decide alike.
 
     Raises:
         TrainingError: too many non-finite steps.
+        ArtifactError: the state found is of another recipe, or damaged.
     """
     prepare_memory(job)
-    optimizers = Optimizers(job.drafter, job.train)
-    progress = _resume(job, optimizers)
+    spread(job)
+    optimizers = Optimizers(job.drafter, job.train, job.world)
+    saver = Saver(job.folder, job.drafter, optimizers, job.world, job.settings)
+    progress = saver.load()
     guard = FiniteGuard(job.train.nonfinite_budget, progress.skipped)
-    log = MetricsLog(job.folder, progress.step)
+    log = MetricsLog(job.folder, progress.step) if job.world.first else None
     started = time.monotonic() - progress.seconds
-    saved_at = time.monotonic()
-    stopped_by = "budget"
+    saved_at, stopped_by = progress.seconds, "budget"
     try:
         while True:
             epoch = job.source.epoch_of(progress.batch)
@@ -88,7 +61,7 @@ def train(job: TrainJob) -> TrainResult:
             due = progress.step % job.train.validate_every == 0 or done >= 1.0
             if due and progress.step > 0 and progress.last_validation != progress.step:
                 _validate(job, progress, log)
-                save_state(job.folder, job.drafter, optimizers.state_dict(), progress)
+                saver.begin(progress)
                 if job.train.patience is not None and progress.since_best >= job.train.patience:
                     stopped_by = "patience"
                     break
@@ -97,25 +70,43 @@ def train(job: TrainJob) -> TrainResult:
             weights = loss_weights(job.loss, done)
             optimizers.set_scale(lr_scale(done, job.train.warmup, job.train.final_lr))
             optimizers.zero_grad()
-            results = [backward(job, batch, weights) for batch in job.source.take(progress.batch, job.train.accumulate)]
-            norm = float(nn.utils.clip_grad_norm_(job.drafter.parameters(), job.train.clip))
-            total = sum(float(r.loss.detach()) for r in results)
-            if guard.admits(total, norm, progress.step + 1):
+            share = gradients(job, progress.batch, weights)
+            loss, denominator, seconds, saving = job.world.sums(
+                [share.loss, share.denominator, time.monotonic() - started if job.world.first else 0.0, float(saver.busy)]
+            )
+            norm = settle(job.drafter, denominator or 1.0, job.train.clip)
+            loss /= denominator or 1.0
+            saver.let_copy()
+            if guard.admits(loss, norm, progress.step + 1):
                 optimizers.step()
             progress.step += 1
-            progress.batch += job.train.accumulate
+            progress.batch += job.batches_per_step
             progress.skipped = guard.skipped
-            progress.seconds = time.monotonic() - started
-            _report(job, progress, log, results, total, norm, done)
-            if time.monotonic() - saved_at > 60 * job.train.checkpoint_minutes:
-                save_state(job.folder, job.drafter, optimizers.state_dict(), progress)
-                saved_at = time.monotonic()
+            progress.seconds = seconds
+            _report(job, progress, log, share, loss, norm, done, saver)
+            if seconds - saved_at > 60 * job.train.checkpoint_minutes and not saving:
+                saver.begin(progress)
+                saved_at = seconds
     except KeyboardInterrupt:
-        save_state(job.folder, job.drafter, optimizers.state_dict(), progress)
+        if job.world.size == 1:  # several ranks are interrupted at different steps: there the last state counts
+            saver.begin(progress)
         raise
     finally:
-        log.close()
+        saver.finish()
+        if log is not None:
+            log.close()
     return TrainResult(progress, stopped_by, run_validation(job))
+
+
+def spread(job: TrainJob) -> None:
+    """Let the processes of a world train the job's drafter together."""
+    if job.world.size > 1:
+
+        def loss(batch: Batch, weights: Any, denominator: float | None) -> tuple[LossResult, Tensor | None]:
+            return compute_loss(job, batch, weights, denominator)
+
+        sharded = wants_shards(job.train.parallel, job.drafter, job.device, job.world)
+        job.replica = Replica(job.drafter, loss, sharded=sharded, device=job.device, world=job.world)
 
 
 def prepare_memory(job: TrainJob) -> None:
@@ -125,75 +116,33 @@ def prepare_memory(job: TrainJob) -> None:
 
 
 def run_validation(job: TrainJob, *, keep_blocks: bool = False) -> Validation:
-    """Evaluate the drafter as it is on the held-out batches."""
+    """Evaluate the drafter as it is on the held-out batches; every rank takes its share, and all get the whole."""
     job.drafter.eval()
-    found = validate(_evaluated(job), sample_from_anchor=job.drafter.config.sample_from_anchor, eos_ids=job.eos_ids, keep_blocks=keep_blocks)
+    anchored = job.drafter.config.sample_from_anchor
+    found = validate(_evaluated(job), sample_from_anchor=anchored, eos_ids=job.eos_ids, keep_blocks=keep_blocks, world=job.world)
     job.drafter.train()
     return found
 
 
-def compute_loss(job: TrainJob, batch: Batch, weights: LossWeights, denominator: float | None = None) -> tuple[LossResult, Tensor | None]:
-    """One forward pass: the loss of a batch and the confidence logits."""
-    tables, drafter = job.tables, cast(Drafter, job.drafter)
-    rows = drafter.training_rows(batch, tables.embed, tables.head)
-    teacher = Teacher(tables.teacher_states(batch.target_last), tables.teacher_weight, tables.teacher_head, batch.target_lognorm)
-    result = fused_loss(
-        rows.pieces,
-        tables.draft_head,
-        teacher,
-        batch.draft_labels,
-        batch.weights if rows.kept is None else batch.weights * rows.kept,
-        batch.slot_target,
-        weights,
-        rows.confidence_logits,
-        denominator=denominator,
-        compile=job.train.compile,
-        candidates=rows.candidates,
-    )
-    if rows.rerank is not None:
-        assert result.candidates is not None, "asked for above"
-        assert result.candidate_teacher is not None, "comes with the candidates"
-        result = _with_second_choice(result, rows.rerank(result.candidates, result.candidate_teacher))
-    return result, rows.confidence_logits
-
-
-def _with_second_choice(result: LossResult, second: Reranked) -> LossResult:
-    """The loss of a drafter that chooses again among the likeliest tokens: both choices are trained, the second one is what is judged."""
-    extra = (result.weights * torch.where(result.valid, second.loss, 0)).sum() / result.denominator
-    return replace(result, loss=result.loss + extra, correct=second.correct & result.valid, accept=second.accept * result.valid)
-
-
-def backward(job: TrainJob, batch: Batch, weights: LossWeights) -> LossResult:
-    """Loss of a batch, its gradients added to the drafter's; in the precision that the recipe asks for."""
-    with half_products(wants_half(job.train.precision, batch.anchors.device)):
-        result, _ = compute_loss(job, batch, weights)
-        (result.loss / job.train.accumulate).backward()
-    return result
-
-
 @torch.no_grad()
 def _evaluated(job: TrainJob) -> Iterable[tuple[Batch, LossResult, Tensor | None]]:
-    weights = loss_weights(job.loss, 1.0)
-    for batch in job.held_out:
-        result, confidence = compute_loss(job, batch, weights)
-        yield batch, result, confidence
+    """Batches rank, rank + size, ... of the held-out ones."""
+    weights, size = loss_weights(job.loss, 1.0), job.world.size
+    for first in range(0, len(job.held_out), size):
+        number = first + job.world.rank
+        # A rank without a batch repeats the last one and says nothing: with shards, every rank must be there at every forward pass.
+        batch = job.held_out[min(number, len(job.held_out) - 1)].to(job.device)
+        result, confidence = loss_of(job, batch, weights)
+        if number < len(job.held_out):
+            yield batch, result, confidence
 
 
-def _resume(job: TrainJob, optimizers: Optimizers) -> Progress:
-    state = load_state(job.folder)
-    if state is None:
-        return Progress()
-    job.drafter.load_state_dict(state["module"])
-    optimizers.load_state_dict(state["optimizer"])
-    return Progress(**state["progress"])
-
-
-def _validate(job: TrainJob, progress: Progress, log: MetricsLog) -> None:
+def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> None:
     found = run_validation(job)
     progress.last_validation = progress.step
     if found.acceptance_length > progress.best:
         progress.best, progress.best_step, progress.since_best = found.acceptance_length, progress.step, 0
-        save_best(job.folder, job.drafter)
+        save_best(job.folder, job.drafter, job.world)
     else:
         progress.since_best += 1
     values = {
@@ -203,16 +152,19 @@ def _validate(job: TrainJob, progress: Progress, log: MetricsLog) -> None:
         "conditional": found.conditional,
         "seconds": progress.seconds,
     }
-    log.write("validation", progress.step, values)
+    if log is not None:
+        log.write("validation", progress.step, values)
     job.on_step({"validation": found.acceptance_length, "best": progress.best, "step": progress.step})
 
 
-def _report(job: TrainJob, progress: Progress, log: MetricsLog, results: list[LossResult], loss: float, norm: float, done: float) -> None:
-    last = results[-1]
-    values: dict[str, Any] = {"loss": loss / len(results), "grad_norm": norm, "seconds": progress.seconds, "skipped": progress.skipped}
-    if progress.step % _LOG_EVERY == 0 or progress.step == 1:
-        log.write("train", progress.step, values | _means(last) | job.source.report())
-    job.on_step({"step": progress.step, "done": done, "loss": values["loss"], "best": progress.best, "seconds": progress.seconds})
+def _report(job: TrainJob, progress: Progress, log: MetricsLog | None, share: Gradients, loss: float, norm: float, done: float, saver: Saver) -> None:
+    values: dict[str, Any] = {"loss": loss, "grad_norm": norm, "seconds": progress.seconds, "skipped": progress.skipped, "saving": saver.held}
+    if log is not None and (progress.step % _LOG_EVERY == 0 or progress.step == 1):
+        log.write("train", progress.step, values | _means(share.last) | job.source.report())
+    warning = saver.error()
+    if warning is not None:
+        job.on_step({"warning": f"step {progress.step}: {warning}"})
+    job.on_step({"step": progress.step, "done": done, "loss": loss, "best": progress.best, "seconds": progress.seconds})
 
 
 def _means(result: LossResult) -> dict[str, Any]:

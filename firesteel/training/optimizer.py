@@ -7,25 +7,29 @@ table of which a step touches few rows, and crashes or diverges on a single row.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from firesteel import recipe as recipes
 from firesteel.training.muon import Muon
+from firesteel.training.parallel import ALONE, World
 
 _TABLES = ("markov_w1", "markov_w2", "lm_head", "embed_tokens", "codebook")
 
 
 class Optimizers:
-    """One or two optimisers that step together; learning rates are set by `set_scale`."""
+    """One or two optimisers that step together; learning rates are set by `set_scale`.
 
-    def __init__(self, module: nn.Module, settings: recipes.Train) -> None:
+    Args:
+        world: the processes that train the module; with several, what they share of the work is shared.
+    """
+
+    def __init__(self, module: nn.Module, settings: recipes.Train, world: World = ALONE) -> None:
         matrices, rest_decayed, rest = split_parameters(module)
         self.peaks: list[tuple[torch.optim.Optimizer, float]] = []
         if settings.optimizer == "muon":
-            muon = Muon(matrices, settings.muon_lr, weight_decay=settings.weight_decay, precision=settings.precision)
+            muon = Muon(matrices, settings.muon_lr, weight_decay=settings.weight_decay, precision=settings.precision, world=world)
             self.peaks.append((muon, settings.muon_lr))
         else:
             rest_decayed = matrices + rest_decayed
@@ -47,12 +51,29 @@ class Optimizers:
         for optimizer, _ in self.peaks:
             optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [o.state_dict() for o, _ in self.peaks]
+    def tensors(self, names: dict[Tensor, str]) -> dict[str, Tensor]:
+        """What the optimisers remember, as `KIND/PARAMETER`; empty before the first step.
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for (optimizer, _), state in zip(self.peaks, states, strict=True):
-            optimizer.load_state_dict(state)
+        Args:
+            names: parameter -> its name.
+        """
+        return {f"{kind}/{names[p]}": value for optimizer, _ in self.peaks for p, state in optimizer.state.items() for kind, value in state.items()}
+
+    def room(self, names: dict[Tensor, str], stored: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Make the optimisers remember zeros of what is stored, to be overwritten; returns those that `tensors` would.
+
+        Args:
+            names: parameter -> its name.
+            stored: size and dtype of the stored tensors by name, others among them.
+        """
+        owners = {names[p]: (optimizer, p) for optimizer, _ in self.peaks for group in optimizer.param_groups for p in group["params"]}
+        for name, (size, dtype) in stored.items():
+            kind, parameter = name.split("/", 1)
+            if kind != "drafter" and parameter in owners:
+                optimizer, p = owners[parameter]
+                # Momenta are laid out as their parameter is; what counts steps is one number.
+                optimizer.state[p][kind] = torch.zeros_like(p) if size == p.shape else torch.zeros(size, dtype=dtype, device=p.device)
+        return self.tensors(names)
 
 
 def split_parameters(module: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -9,13 +9,14 @@ reference decoder reaches at temperature 0, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from firesteel.batches.batch import Batch
 from firesteel.losses.types import LossResult
+from firesteel.training.parallel import ALONE, World
 
 
 @dataclass
@@ -43,20 +44,26 @@ class Validation:
 
 
 @dataclass
-class _Sums:
-    loss: float = 0.0
-    batches: int = 0
-    expected: float = 0.0
-    anchors: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    hits: list[Tensor] = field(default_factory=list)
-    tries: list[Tensor] = field(default_factory=list)
-    blocks: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+class _Part:
+    """What one batch adds."""
+
+    loss: float
+    expected: float
+    anchors: int
+    accepted: int
+    rounds: int
+    hits: Tensor
+    tries: Tensor
+    blocks: tuple[Tensor, Tensor, Tensor] | None
 
 
 def validate(
-    results: Iterable[tuple[Batch, LossResult, Tensor | None]], *, sample_from_anchor: bool, eos_ids: Sequence[int], keep_blocks: bool = False
+    results: Iterable[tuple[Batch, LossResult, Tensor | None]],
+    *,
+    sample_from_anchor: bool,
+    eos_ids: Sequence[int],
+    keep_blocks: bool = False,
+    world: World = ALONE,
 ) -> Validation:
     """Sum up evaluated batches (every eligible anchor of each document, no gradient).
 
@@ -64,39 +71,44 @@ def validate(
         results: batch, its loss, and confidence logits `[N, g]` or None.
         eos_ids: tokens that end a text.
         keep_blocks: also return confidence logits and survival of every block.
+        world: processes of which each has every `size`-th batch; all get what one that has all batches would, bit for bit.
     """
-    sums = _Sums()
     first = 0 if sample_from_anchor else 1
-    for batch, result, confidence in results:
-        valid = (batch.slots >= 0)[:, first:]
-        correct = result.correct[:, first:] & valid
-        survived = correct.long().cumprod(1).bool()
-        alive = torch.cat([valid[:, :1], survived[:, :-1] & valid[:, 1:]], dim=1)
-        sums.hits.append((survived & valid).sum(0))
-        sums.tries.append(alive.sum(0))
-        accept = torch.where(valid, result.accept[:, first:], 0.0)
-        sums.expected += float((1.0 + accept.cumprod(1).sum(1)).sum())
-        sums.anchors += batch.anchors.shape[0]
-        lengths = _kept(batch, survived.sum(1), valid.sum(1), eos_ids)
-        accepted, rounds = replay(batch.document[batch.anchors], batch.anchors, lengths)
-        sums.accepted += accepted
-        sums.rounds += rounds
-        sums.loss += float(result.loss.detach())
-        sums.batches += 1
-        if keep_blocks and confidence is not None:
-            sums.blocks.append((confidence[:, first:].float(), survived, valid))
-    hits, tries = torch.stack(sums.hits).sum(0), torch.stack(sums.tries).sum(0)
-    blocks = [torch.cat(part) for part in zip(*sums.blocks, strict=True)] if sums.blocks else [None, None, None]
+    parts = world.collect([_part(batch, result, confidence if keep_blocks else None, first, eos_ids) for batch, result, confidence in results])
+    accepted, rounds, anchors = sum(p.accepted for p in parts), sum(p.rounds for p in parts), sum(p.anchors for p in parts)
+    hits, tries = torch.stack([p.hits for p in parts]).sum(0), torch.stack([p.tries for p in parts]).sum(0)
+    kept = [p.blocks for p in parts if p.blocks is not None]
+    blocks = [torch.cat(part) for part in zip(*kept, strict=True)] if kept else [None, None, None]
     return Validation(
-        acceptance_length=1.0 + sums.accepted / max(1, sums.rounds),
-        expected_length=sums.expected / max(1, sums.anchors),
-        loss=sums.loss / max(1, sums.batches),
+        acceptance_length=1.0 + accepted / max(1, rounds),
+        expected_length=sum(p.expected for p in parts) / max(1, anchors),
+        loss=sum(p.loss for p in parts) / max(1, len(parts)),
         conditional=(hits / tries.clamp(min=1)).tolist(),
-        accepted=sums.accepted,
-        rounds=sums.rounds,
+        accepted=accepted,
+        rounds=rounds,
         confidence_logits=blocks[0],
         survived=blocks[1],
         valid=blocks[2],
+    )
+
+
+def _part(batch: Batch, result: LossResult, confidence: Tensor | None, first: int, eos_ids: Sequence[int]) -> _Part:
+    valid = (batch.slots >= 0)[:, first:]
+    correct = result.correct[:, first:] & valid
+    survived = correct.long().cumprod(1).bool()
+    alive = torch.cat([valid[:, :1], survived[:, :-1] & valid[:, 1:]], dim=1)
+    accept = torch.where(valid, result.accept[:, first:], 0.0)
+    lengths = _kept(batch, survived.sum(1), valid.sum(1), eos_ids)
+    accepted, rounds = replay(batch.document[batch.anchors], batch.anchors, lengths)
+    return _Part(
+        loss=float(result.loss.detach()),
+        expected=float((1.0 + accept.cumprod(1).sum(1)).sum()),
+        anchors=batch.anchors.shape[0],
+        accepted=accepted,
+        rounds=rounds,
+        hits=(survived & valid).sum(0).cpu(),
+        tries=alive.sum(0).cpu(),
+        blocks=None if confidence is None else (confidence[:, first:].float().cpu(), survived.cpu(), valid.cpu()),
     )
 
 

@@ -24,7 +24,7 @@ from firesteel.hidden.stores import DiskStore
 from firesteel.recipe import recipe_from_dict
 from firesteel.stages import states, stream
 from firesteel.stages.line import Line
-from firesteel.training import loop
+from firesteel.training import step
 from firesteel.training.metrics import read_metrics
 
 MakeLine = Callable[..., Line]
@@ -92,7 +92,7 @@ def test_disk_memory_and_feed_give_the_same_curve(make_line: MakeLine, disk: Lin
 def test_a_run_on_a_feed_resumes_bit_for_bit(make_line: MakeLine, disk: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = shuffled(disk.folder / "hidden" / "samples")
     monkeypatch.setattr(stream, "local_fetch", lambda line: fetch)
-    line, real, calls = stream_line(make_line, "broken"), loop.compute_loss, []
+    line, real, calls = stream_line(make_line, "broken"), step.compute_loss, []
 
     def failing(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -100,11 +100,11 @@ def test_a_run_on_a_feed_resumes_bit_for_bit(make_line: MakeLine, disk: Line, mo
             raise RuntimeError("power cut")
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "compute_loss", failing)
+    monkeypatch.setattr(step, "compute_loss", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         walk(line)
     assert not any(t.name == "feed" for t in threading.enumerate()), "what training opened is closed"
-    monkeypatch.setattr(loop, "compute_loss", real)
+    monkeypatch.setattr(step, "compute_loss", real)
     assert losses(walk(line)) == losses(disk.folder / "train")
 
 

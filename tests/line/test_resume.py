@@ -22,7 +22,7 @@ from firesteel.cli.runner import LINE, run_line
 from firesteel.errors import ArtifactError, HiddenStateError, TrainingError
 from firesteel.recipe import recipe_from_dict
 from firesteel.stages.line import Line
-from firesteel.training import loop
+from firesteel.training import step
 from firesteel.training.metrics import read_metrics
 
 MakeLine = Callable[..., Line]
@@ -41,7 +41,7 @@ def test_training_resumes_bit_for_bit(make_line: MakeLine, monkeypatch: pytest.M
     broken.recipe.name = "broken"
     for _, stage in LINE[:3]:
         stage(broken)
-    real, calls = loop.compute_loss, []
+    real, calls = step.compute_loss, []
 
     def failing(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -49,7 +49,7 @@ def test_training_resumes_bit_for_bit(make_line: MakeLine, monkeypatch: pytest.M
             raise RuntimeError("power cut")
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "compute_loss", failing)
+    monkeypatch.setattr(step, "compute_loss", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         LINE[3][1](broken)
     assert not (broken.folder / "train").exists()
@@ -111,17 +111,17 @@ def test_nan_losses_stop_training_with_its_state_kept(make_line: MakeLine, monke
     line = make_line(train={**STEPS, "nonfinite_budget": 2})
     for _, stage in LINE[:3]:
         stage(line)
-    real = loop.compute_loss
+    real = step.compute_loss
 
     def poisoned(*args: object, **kwargs: object) -> object:
         result, confidence = real(*args, **kwargs)  # type: ignore[arg-type]
         result.loss = result.loss * float("nan")
         return result, confidence
 
-    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    monkeypatch.setattr(step, "compute_loss", poisoned)
     with pytest.raises(TrainingError, match="nonfinite_budget"):
         LINE[3][1](line)
-    assert (line.folder / "train.partial" / "state.pt").is_file()
+    assert (line.folder / "train.partial" / "state").is_dir()
 
 
 def _losses(folder: Path) -> list[tuple[int, float]]:

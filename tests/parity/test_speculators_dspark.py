@@ -28,8 +28,8 @@ from firesteel.hidden.stores import MemoryStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
 from firesteel.target.head import TargetHead
 from firesteel.training.data import BatchSource
-from firesteel.training.loop import TrainJob, compute_loss
 from firesteel.training.schedule import loss_weights
+from firesteel.training.step import TrainJob, compute_loss
 from firesteel.training.tables import make_tables
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,9 +26,9 @@ from firesteel.target.local import LocalTarget
 from firesteel.target.session import TargetSession
 from firesteel.target.spec import read_spec, weights_checksum
 from firesteel.training.data import BatchSource
-from firesteel.training.loop import TrainJob, backward, compute_loss
 from firesteel.training.optimizer import Optimizers
 from firesteel.training.schedule import loss_weights
+from firesteel.training.step import TrainJob, backward, compute_loss
 from firesteel.training.tables import make_tables
 
 IDS = (1, 2, LAYERS)

@@ -94,6 +94,12 @@ class Feed(Endpoints):
     high_tokens: int | None = Field(None, description="Tokens held at most, fetched or on their way. Empty: twice low_tokens.", ge=1)
     uses: int = Field(1, description="Batches that a fetched sample may be used in before it is deleted and made anew.", ge=1)
     keep_tokens: int = Field(0, description="uses > 1: tokens of used samples that are kept for later epochs.", ge=0)
+    groups: int = Field(
+        1,
+        description="Training in several processes: ranks and endpoints, each in their order, are cut into so many groups, and a rank asks its own group's "
+        "endpoints only. 1: every rank asks all.",
+        ge=1,
+    )
 
 
 class Responses(Section):

@@ -22,10 +22,11 @@ class Roster:
     Args:
         urls: the endpoints to begin with.
         file: where the list is kept: if it is there it counts and `urls` does not; otherwise it is written. None: the list never changes.
+        part: (number, count): of the list, cut into `count` groups in its order, only that group; all where the group has none.
     """
 
-    def __init__(self, urls: Sequence[str], file: Path | None = None) -> None:
-        self.file = file
+    def __init__(self, urls: Sequence[str], file: Path | None = None, part: tuple[int, int] = (0, 1)) -> None:
+        self.file, self.part = file, part
         self._urls = list(dict.fromkeys(urls))
         self._stamp: tuple[int, int] | None = None
         if file is not None and not file.is_file():
@@ -42,7 +43,8 @@ class Roster:
                     self._urls, self._stamp = read_urls(self.file), stamp
             except OSError:
                 pass
-        return self._urls
+        number, count = self.part
+        return self._urls[number * len(self._urls) // count : (number + 1) * len(self._urls) // count] or self._urls
 
     @property
     def where(self) -> str:

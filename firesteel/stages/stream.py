@@ -11,7 +11,7 @@ from typing import Any
 from firesteel.artifact import Artifact
 from firesteel.endpoints.roster import FILE as ENDPOINTS
 from firesteel.endpoints.roster import Roster
-from firesteel.errors import HiddenStateError
+from firesteel.errors import HiddenStateError, RecipeError
 from firesteel.hidden.codec import decode_sample, encode_sample
 from firesteel.hidden.feed import Fetch, SampleFeed, Work
 from firesteel.hidden.sample import HiddenSample, check_sample
@@ -50,7 +50,12 @@ def open_feed(line: Line, wanted: Sequence[Work]) -> SampleFeed:
     async def fetch(endpoint: str, work: Work) -> HiddenSample:
         return await served.fetch(endpoint, work.token_ids, work.loss_mask, work.key)
 
-    roster = Roster(states.servers(line), line.folder / ENDPOINTS)
+    groups = settings.groups
+    if line.world.size % groups:
+        raise RecipeError(
+            f"hidden.feed.groups={groups} does not divide the {line.world.size} processes of this run", mend="set hidden.feed.groups to a divisor, or to 1"
+        )
+    roster = Roster(states.servers(line), line.folder / ENDPOINTS, part=(line.world.rank * groups // line.world.size, groups))
     return SampleFeed(fetch, wanted, roster, settings, step_tokens=step, check=check, finish=partial(states.leave, served))
 
 

@@ -1,7 +1,7 @@
 """Resumable states of a training run, and the best weights so far.
 
-A state is a folder `state/NUMBER` of torch.distributed.checkpoint files, in which every rank writes its part, and `facts.json`. It is made as
-`NUMBER.tmp` and renamed when all of it is on disk, and only then is the one before deleted: whatever happens in between, one whole state is
+A state is a folder `state/STEP` of torch.distributed.checkpoint files, in which every rank writes its part, and `facts.json`. It is made as
+`STEP.tmp` and renamed when all of it is on disk, and only then is the one before deleted: whatever happens in between, one whole state is
 there. Shards are put together anew at loading, so a state may be resumed by another number of processes, spread in another way.
 
 Saving goes on beside training. A thread copies parameters and optimizer state while the next step's gradients are computed, which leaves them
@@ -85,6 +85,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._error: BaseException | None = None
+        self._name = ""  # of the last state, done or under way
 
     @property
     def busy(self) -> bool:
@@ -98,8 +99,10 @@ class Saver:
         tensors = _tensors(self.drafter, self.optimizers)
         random = torch.get_rng_state()
         facts = {"progress": asdict(progress), "settings": self.settings, "processes": self.world.size}
+        name = f"{progress.step:09d}"
+        self._name = f"{self._name}+" if self._name.startswith(name) else name  # a second one of a step must not be in the way of the first
         self._copied.clear()
-        self._thread = threading.Thread(target=self._save, args=(tensors, random, facts), name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(self.folder / self._name, tensors, random, facts), name="saver", daemon=True)
         self._thread.start()
         self.held += time.monotonic() - started
 
@@ -138,6 +141,7 @@ class Saver:
             facts = json.loads((path / _FACTS).read_text())
             self._check(path, facts["settings"])
             self._fill(path)
+            self._name = path.name
             return Progress(**facts["progress"])
         except ArtifactError:
             raise
@@ -175,8 +179,7 @@ class Saver:
         whole = [p for p in found if p.suffix != _UNFINISHED and (p / _FACTS).is_file()]
         return whole[-1] if whole else None
 
-    def _save(self, tensors: dict[str, Tensor], random: Tensor, facts: dict[str, Any]) -> None:
-        path = self.folder / f"{facts['progress']['step']:09d}"
+    def _save(self, path: Path, tensors: dict[str, Tensor], random: Tensor, facts: dict[str, Any]) -> None:
         temporary = path.with_suffix(_UNFINISHED)
         try:
             try:
@@ -194,8 +197,7 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _commit(self, temporary: Path, path: Path) -> None:
-        """Give a whole state its name, and delete the others."""
-        shutil.rmtree(path, ignore_errors=True)  # of the same step: resumed, and nothing done since
+        """Give a whole state its name, and delete those before it."""
         temporary.rename(path)
         handle = os.open(self.folder, os.O_RDONLY)
         try:
@@ -203,7 +205,7 @@ class Saver:
         finally:
             os.close(handle)
         for other in self.folder.iterdir():
-            if other != path:
+            if other.name < path.name:  # another rank may have begun with the next
                 shutil.rmtree(other, ignore_errors=True)
 
 

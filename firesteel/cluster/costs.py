@@ -52,9 +52,9 @@ def prefill_flops(target: TargetShape, length: int) -> float:
     return 2.0 * target.active + target.attention_layers * target.attention_flops * length / 2
 
 
-def local_document_flops(target: TargetShape, length: int) -> float:
-    """FLOP of a token where the target runs in this process: the forward pass, and the LM head at every position for the normaliser."""
-    return prefill_flops(target, length) + 2.0 * target.vocab * target.hidden
+def normaliser_flops(target: TargetShape) -> float:
+    """FLOP of the LM head at a position, which the local engine computes for the normaliser."""
+    return 2.0 * target.vocab * target.hidden
 
 
 def server_rate(target: TargetShape, hw: Hardware, accelerators: int, length: int, concurrency: int, *, spans: int = 1) -> float:
@@ -107,19 +107,24 @@ def step_flops(d: DrafterShape, tokens: int, anchors: int, length: int) -> float
     return body + attention + head
 
 
-def update_seconds(d: DrafterShape, train: recipes.Train, hw: Hardware, processes: int, nodes: int) -> float:
-    """Seconds of the optimizer, and of the sum of gradients over processes, once a step; nothing of it is overlapped.
+def update_bytes(d: DrafterShape) -> float:
+    """Bytes that an optimizer step moves: AdamW reads and writes weight and two moments and reads the gradient (28 a parameter)."""
+    return 28.0 * d.trained
 
-    AdamW reads and writes weight and two moments and reads the gradient (28 bytes); Muon's five Newton-Schulz iterations are about
-    30 products of the smaller side a parameter (counted as if that were the hidden size), as efficient as a dense prefill; none is shared.
-    """
-    reading = 28.0 * d.trained / (hw.bandwidth * hw.efficiency.bandwidth)
+
+def muon_flops(d: DrafterShape) -> float:
+    """FLOP of Muon's five Newton-Schulz iterations: about 30 times the smaller side a parameter, counted as if that were the hidden size."""
+    return 30.0 * (d.slot + d.shared + d.context) * d.hidden
+
+
+def update_seconds(d: DrafterShape, train: recipes.Train, hw: Hardware, processes: int, nodes: int) -> float:
+    """Seconds of the optimizer, and of the sum of gradients over processes, once a step; nothing of it is overlapped or shared."""
+    seconds = update_bytes(d) / (hw.bandwidth * hw.efficiency.bandwidth)
     if train.optimizer == "muon":
-        matrices = d.slot + d.shared + d.context
-        reading += 30.0 * matrices * d.hidden / (hw.peak("bf16") * hw.efficiency.prefill_dense)
+        seconds += muon_flops(d) / (hw.peak("bf16") * hw.efficiency.muon)
     ring = 4.0 * d.trained * 2 * (processes - 1) / processes
     rate = hw.network * hw.efficiency.network if nodes > 1 else hw.peer * hw.efficiency.bandwidth
-    return reading + (ring / rate if processes > 1 else 0.0)
+    return seconds + (ring / rate if processes > 1 else 0.0)
 
 
 def train_precision(train: recipes.Train, hw: Hardware) -> str:

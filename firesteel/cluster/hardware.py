@@ -20,6 +20,7 @@ class Efficiency(BaseModel):
     prefill_experts: float = Field(gt=0, le=2)
     prefill_dense: float = Field(gt=0, le=2)
     training: float = Field(gt=0, le=2)
+    muon: float = Field(gt=0, le=2)
     bandwidth: float = Field(gt=0, le=1)
     network: float = Field(gt=0, le=1)
     memory: float = Field(gt=0, le=1)

@@ -25,9 +25,11 @@ class Measured:
         memory: bytes of the machine.
         fp32, bf16: FLOP/s of large products.
         bandwidth: bytes/s of a copy, read and written.
-        prefill: share of the products' rate that reading documents reached; above 1 is possible where caches help.
-        training: the same of a training step, without the optimizer.
-        train_seconds, prefill_seconds: what was measured for it, with the sizes in `about`.
+        prefill: share of the products' rate that the target's layers reached; above 1 is possible where caches help.
+        head: FLOP/s of the LM head with the normaliser, in float32.
+        training: share of the products' rate that a training step reached, without the optimizer.
+        bandwidth_share, muon: shares that the optimizer's step reached of `bandwidth` (AdamW), and of the products' rate (Muon).
+        train_seconds, update_seconds, prefill_seconds: what was measured: a step, the optimizer's part of it, and the layers; sizes in `about`.
     """
 
     machine: str
@@ -37,8 +39,12 @@ class Measured:
     bf16: float
     bandwidth: float
     prefill: float
+    head: float
     training: float
+    bandwidth_share: float
+    muon: float
     train_seconds: float
+    update_seconds: float
     prefill_seconds: float
     about: str
 
@@ -46,7 +52,8 @@ class Measured:
         """One line."""
         return (
             f"{self.machine}, {self.threads} thread(s): products {self.fp32 / 1e9:,.0f} GFLOP/s in float32 and {self.bf16 / 1e9:,.0f} in bfloat16, "
-            f"memory {self.bandwidth / 1e9:,.1f} GB/s; {self.about}: reading {self.prefill_seconds:.2f} s, a training step {self.train_seconds:.2f} s"
+            f"memory {self.bandwidth / 1e9:,.1f} GB/s; {self.about}: reading {self.prefill_seconds:.2f} s, "
+            f"a training step {self.train_seconds:.2f} s ({self.update_seconds:.2f} of it the optimizer)"
         )
 
 
@@ -82,7 +89,8 @@ def apply_measured(table: Mapping[str, Hardware], found: Measured | None) -> dic
         prefill_experts=found.prefill * row.efficiency.prefill_experts / row.efficiency.prefill_dense,  # experts were not measured: the table's ratio
         prefill_dense=found.prefill,
         training=found.training,
-        bandwidth=1.0,  # a copy is what it was measured by
+        muon=found.muon,
+        bandwidth=found.bandwidth_share,
         network=row.efficiency.network,
         memory=row.efficiency.memory,
     )

@@ -118,9 +118,11 @@ def make_plan(
     step_tokens = recipe.train.batch_tokens * max(recipe.train.accumulate, processes)
     rates = Rates(server, link_rate(trainer_hw, per_token), step_tokens / step / training, step)
     limits = {"servers": server * len(topology.servers), "links": rates.link * training, "trainers": rates.trainer_node * training}
+    if shared := any(t.node in s.nodes for s in topology.servers for t in topology.trainers):
+        limits["machine"] = 1 / (1 / limits["servers"] + 1 / limits["trainers"])  # both, in turn
     bottleneck = min(limits, key=lambda k: limits[k])
     flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, length)
-    total = _tokens(recipe, step_tokens, tokens)
+    total = _tokens(recipe, step_tokens, tokens, limits[bottleneck])
     spans = len(spot.nodes)
     per_server_nodes = spans if spans > 1 else spot.accelerators / spot.nodes[0].accelerators
     fewest = fewest_accelerators(target, server_hw, recipe.hidden.max_length, concurrency)
@@ -150,7 +152,7 @@ def make_plan(
         advice=_advice(recipe, limits, bottleneck, rates, server / per_server_nodes, flops),
         notes=_notes(recipe, target, length, tokens, kinds, train_precision(recipe.train, trainer_hw), processes),
     )
-    return plan if simulate <= 0 else _simulated(plan, recipe, topology, length, simulate)
+    return plan if simulate <= 0 or shared else _simulated(plan, recipe, topology, length, simulate)
 
 
 def computed_here(recipe: Recipe, target: TargetShape, hw: Hardware) -> TargetShape:
@@ -179,16 +181,20 @@ def _best(splits: tuple[Split, ...]) -> Split | None:
     return min((s for s in splits if s.rate >= 0.99 * top), key=lambda s: (s.nodes, s.training))
 
 
-def _tokens(recipe: Recipe, step_tokens: float, tokens: float | None) -> float | None:
-    """Tokens that training reads: as told, or by the recipe's steps; None where only the clock or an unknown corpus ends it."""
-    if tokens is not None:
-        return tokens * (recipe.train.epochs or 1.0)
-    return recipe.train.max_steps * step_tokens if recipe.train.max_steps is not None else None
+def _tokens(recipe: Recipe, step_tokens: float, tokens: float | None, rate: float) -> float | None:
+    """Tokens that training reads: as told, or by the recipe's steps or minutes, whichever are fewer; None where only an unknown corpus ends it."""
+    train = recipe.train
+    bounds = [] if tokens is None else [tokens * (train.epochs or 1.0)]
+    bounds += [train.max_steps * step_tokens] if train.max_steps is not None else []
+    bounds += [train.max_minutes * 60 * rate] if train.max_minutes is not None else []
+    return min(bounds, default=None)
 
 
 def _advice(recipe: Recipe, limits: Mapping[str, float], bottleneck: str, rates: Rates, per_node: float, flops: float) -> str:
     if bottleneck == "servers":
         first = f"add inference nodes (each brings {per_node:,.0f} tokens/s), or move nodes from training to inference"
+    elif bottleneck == "machine":
+        first = "let another machine capture or train; or capture once for several passes (hidden.store=disk)"
     elif bottleneck == "links" and recipe.hidden.codec != "fp8":
         first = "set hidden.codec=fp8, which halves the states"
     elif bottleneck == "links":

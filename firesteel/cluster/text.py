@@ -26,10 +26,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"{r.link:>12,.0f}  {plan.limits['links']:>12,.0f}  a training node's network takes in"
     step = f"({r.step:.3g} s a step of {plan.step_tokens:,.0f} tokens)"
     yield f"{r.trainer_node:>12,.0f}  {plan.limits['trainers']:>12,.0f}  a training node learns {step}"
+    if "machine" in plan.limits:
+        yield f"{'':>12}  {plan.limits['machine']:>12,.0f}  one machine does both, in turn"
     yield f"bottleneck: {plan.bottleneck}: {plan.rate:,.0f} tokens/s, {plan.rate / plan.step_tokens:.3g} steps/s"
     yield from _split_lines(plan)
     if plan.hours is not None and plan.tokens is not None:
-        yield f"time: {plan.tokens / 1e9:,.3f} billion tokens take {plan.hours:,.2f} hours, {plan.hours * plan.nodes:,.2f} node-hours"
+        steps = plan.tokens / plan.step_tokens
+        yield f"time: {plan.tokens:,.0f} tokens, {steps:,.0f} steps, take {plan.hours:,.2f} hours, {plan.hours * plan.nodes:,.2f} node-hours"
     else:
         hours = 1e9 / plan.rate / 3600
         yield f"time: a billion tokens take {hours:,.2f} hours, {hours * plan.nodes:,.2f} node-hours (--tokens N: those of your corpus)"

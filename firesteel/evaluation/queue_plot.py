@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from firesteel.artifact import write_atomic
 from firesteel.evaluation.canvas import DPI, LIGHT, WIDTH, png_bytes
 
+_POINTS = 120  # spans of time that are drawn; a queue's ups and downs within one are its band
+
 
 def draw_queues(series: Sequence[tuple[float, float, float, float]], waits: Sequence[float], step: float) -> Figure:
     """Two panels.
@@ -21,12 +23,15 @@ def draw_queues(series: Sequence[tuple[float, float, float, float]], waits: Sequ
     """
     figure = Figure(figsize=(WIDTH, 5.0), layout="constrained", facecolor=LIGHT.paper)
     above, below = figure.subplots(2, 1)
-    times = [row[0] / 60 for row in series]
-    above.fill_between(times, [row[1] for row in series], [row[3] for row in series], color=LIGHT.series[1], alpha=0.25, linewidth=0, label="least to most")
-    above.plot(times, [row[2] for row in series], color=LIGHT.series[1], linewidth=1.2, label="mean of the queues")
+    size = max(1, len(series) // _POINTS)
+    spans = [series[i : i + size] for i in range(0, len(series), size)]
+    times = [span[0][0] / 60 for span in spans]
+    least, most = ([pick(row[column] for row in span) for span in spans] for pick, column in ((min, 1), (max, 3)))
+    above.fill_between(times, least, most, color=LIGHT.series[1], alpha=0.25, linewidth=0, label="least to most")
+    above.plot(times, [sum(row[2] for row in span) / len(span) for span in spans], color=LIGHT.series[1], linewidth=1.4, label="mean")
     above.set(title="Ready units in a queue", xlabel="minutes", ylabel="units")
     above.set_ylim(bottom=0)
-    above.legend(frameon=False, fontsize=8)
+    above.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     if waits:
         ordered = sorted(waits)
         shares = [(i + 1) / len(ordered) for i in range(len(ordered))]

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
 
 from firesteel.batches.packing import BlockLayout
-from firesteel.cluster.costs import local_document_flops, step_flops, train_precision, update_seconds
-from firesteel.cluster.hardware import Hardware, load_hardware
-from firesteel.cluster.measured import Measured, apply_measured, read_measured
+from firesteel.batches.vocab import DraftVocab
+from firesteel.cluster.costs import muon_flops, normaliser_flops, prefill_flops, step_flops, train_precision, update_bytes, update_seconds
+from firesteel.cluster.hardware import load_hardware
+from firesteel.cluster.measured import Measured, apply_measured
 from firesteel.cluster.planner import computed_here
 from firesteel.cluster.shapes import DrafterShape, TargetShape, known_target
 from firesteel.cluster.topology import CPU
@@ -31,6 +33,7 @@ from firesteel.losses.weights import uniform_weights
 from firesteel.recipe import Recipe
 from firesteel.stages.line import Line, pick_layer_ids
 from firesteel.stages.sizes import draft_config, drafter_shape, target_shape
+from firesteel.target.head import TargetHead
 from firesteel.target.trial import prefill_seconds, trial_head, trial_model
 from firesteel.training.data import BatchSource
 from firesteel.training.loop import prepare_memory
@@ -52,43 +55,32 @@ class Prediction:
     extract_tokens: float
 
 
-def predict_here(recipe: Recipe, hardware: Hardware, *, length: float) -> Prediction:
+def predict_here(recipe: Recipe, found: Measured, *, length: float) -> Prediction:
     """Speeds of this machine by the planner's formulas, for a recipe with the local engine.
 
     Args:
-        hardware: the row `cpu`, as measured (`stages.plan.table(recipe)["cpu"]`).
+        found: the calibration (`cluster.measured.read_measured(recipe.target.cache_dir)`).
         length: mean tokens of a document.
     """
-    target = computed_here(recipe, target_shape(recipe), hardware)
+    row = apply_measured(load_hardware(), found)[CPU]
+    target = computed_here(recipe, target_shape(recipe), row)
     drafter = drafter_shape(recipe, target)
     flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, int(length))
-    rate = hardware.peak(train_precision(recipe.train, hardware)) * hardware.efficiency.training
-    step = recipe.train.accumulate * flops / rate + update_seconds(drafter, recipe.train, hardware, 1, 1)
-    share = hardware.efficiency.prefill_experts if target.experts else hardware.efficiency.prefill_dense
-    per_token = local_document_flops(target, int(length))
-    return Prediction(1 / step, hardware.peak(target.precision) * share / per_token)
+    rate = row.peak(train_precision(recipe.train, row)) * row.efficiency.training
+    step = recipe.train.accumulate * flops / rate + update_seconds(drafter, recipe.train, row, 1, 1)
+    share = row.efficiency.prefill_experts if target.experts else row.efficiency.prefill_dense
+    token = prefill_flops(target, int(length)) / (row.peak(target.precision) * share) + normaliser_flops(target) / found.head
+    return Prediction(1 / step, 1 / token)
 
 
 def measure_machine(line: Line) -> Measured:
-    """Measure; takes about half a minute on two cores, and wants a quiet machine."""
+    """Measure. Takes about half a minute on two cores, and wants a quiet machine."""
     torch.set_num_threads(line.recipe.target.threads or torch.get_num_threads())
     recipe = _stand_in(line.recipe)
     facts = machine_facts(accelerator=None)
-    rates = {name: _products(half) for name, half in (("fp32", False), ("bf16", True))}
-    found = Measured(
-        machine=facts.cpu,
-        threads=torch.get_num_threads(),
-        memory=(facts.memory_gb or 8.0) * 1e9,
-        fp32=rates["fp32"],
-        bf16=rates["bf16"],
-        bandwidth=_copies(),
-        prefill=1.0,
-        training=1.0,
-        train_seconds=0.0,
-        prefill_seconds=0.0,
-        about="",
-    )
-    row = apply_measured(load_hardware(), found)[CPU]
+    fp32, bf16, bandwidth = _products(False), _products(True), _copies()
+    rates = Measured(facts.cpu, torch.get_num_threads(), (facts.memory_gb or 8.0) * 1e9, fp32, bf16, bandwidth, 1, 1, 1, 1, 1, 0, 0, 0, "")
+    row = apply_measured(load_hardware(), rates)[CPU]
     target = computed_here(recipe, target_shape(recipe), row)
     few = replace(target, layers=_LAYERS, active=target.active * _LAYERS / target.layers, attention_layers=_LAYERS)
     model = trial_model(
@@ -101,26 +93,26 @@ def measure_machine(line: Line) -> Measured:
         vocab=target.vocab,
     )
     documents = max(1, recipe.hidden.batch_tokens // _TOKENS)
-    reading = prefill_seconds(model, documents, _TOKENS, tuple(range(_LAYERS)), half=wants_half(recipe.hidden.precision, torch.device("cpu")))
-    read_flops = documents * _TOKENS * local_document_flops(few, _TOKENS)
+    tokens = documents * _TOKENS
+    half = wants_half(recipe.hidden.precision, torch.device("cpu"))
+    layers, head = prefill_seconds(model, documents, _TOKENS, tuple(range(_LAYERS)), half=half)
     drafter = drafter_shape(recipe, target)
-    step = _step_seconds(recipe, target, trial_head(model))
-    flops = step_flops(drafter, _TOKENS, _ANCHORS, _TOKENS)
-    products = step - update_seconds(drafter, recipe.train, row, 1, 1)
+    step, update = _step_seconds(recipe, target, trial_head(model))
+    moved = update_bytes(drafter) / bandwidth
+    muon = recipe.train.optimizer == "muon"
     return replace(
-        found,
-        prefill=read_flops / reading / row.peak(target.precision),
-        training=flops / max(products, step / 2) / row.peak(train_precision(recipe.train, row)),
+        rates,
+        prefill=tokens * prefill_flops(few, _TOKENS) / layers / row.peak(target.precision),
+        head=tokens * normaliser_flops(target) / head,
+        training=step_flops(drafter, _TOKENS, _ANCHORS, _TOKENS) / (step - update) / row.peak(train_precision(recipe.train, row)),
+        # AdamW's time is all memory's; of Muon's, what a copy of as many bytes would not take is its products'.
+        bandwidth_share=1.0 if muon else moved / update,
+        muon=muon_flops(drafter) / max(update - moved, update / 4) / row.peak("bf16") if muon else row.efficiency.muon,
         train_seconds=step,
-        prefill_seconds=reading,
-        about=f"{documents * _TOKENS} tokens through {_LAYERS} layers of width {target.hidden}; {_ANCHORS} anchors in {_TOKENS} tokens, {_size(drafter)}",
+        update_seconds=update,
+        prefill_seconds=layers,
+        about=f"{tokens} tokens through {_LAYERS} layers of width {target.hidden}; {_ANCHORS} anchors in {_TOKENS} tokens, {_size(drafter)}",
     )
-
-
-def measured_row(recipe: Recipe) -> Hardware | None:
-    """The row `cpu` as it was measured here; None where nothing was."""
-    found = read_measured(recipe.target.cache_dir)
-    return None if found is None else apply_measured(load_hardware(), found)[CPU]
 
 
 def _size(d: DrafterShape) -> str:
@@ -166,14 +158,15 @@ def _least(work: Callable[[], object], repeats: int = 8) -> float:
     return min(times)
 
 
-def _step_seconds(recipe: Recipe, target: TargetShape, head: object) -> float:
-    """Seconds of a training step on made-up states: packing, loss, backward pass, clipping, optimizer; the median of some."""
+def _step_seconds(recipe: Recipe, target: TargetShape, head: TargetHead) -> tuple[float, float]:
+    """Seconds of a training step on made-up states (packing, loss, backward pass, clipping, optimizer), and of its last two; medians of some."""
     config = draft_config(recipe, target)
     ids = pick_layer_ids(recipe, target.layers)
+    vocab = DraftVocab(torch.arange(config.draft_vocab_size), target.vocab) if config.reduced_vocab else None
     generator = torch.Generator().manual_seed(0)
     sample = HiddenSample(
         key="trial",
-        token_ids=torch.randint(target.vocab, (_TOKENS,), generator=generator),
+        token_ids=torch.randint(config.draft_vocab_size, (_TOKENS,), generator=generator),
         loss_mask=torch.ones(_TOKENS, dtype=torch.bool),
         aux=torch.randn(_TOKENS, len(ids), target.hidden, generator=generator),
         last=torch.randn(_TOKENS, target.hidden, generator=generator),
@@ -181,7 +174,7 @@ def _step_seconds(recipe: Recipe, target: TargetShape, head: object) -> float:
         layer_ids=ids,
         target="trial",
     )
-    layout = BlockLayout(config.block_size, config.sample_from_anchor, uniform_weights(config.block_size, config.sample_from_anchor), None)
+    layout = BlockLayout(config.block_size, config.sample_from_anchor, uniform_weights(config.block_size, config.sample_from_anchor), vocab)
     store = MemoryStore("fp32")
     store.put(sample)
     source = BatchSource(store, ["trial"], [_TOKENS], layout, batch_tokens=_TOKENS, anchors=_ANCHORS, seed=0)
@@ -189,15 +182,18 @@ def _step_seconds(recipe: Recipe, target: TargetShape, head: object) -> float:
     drafter = get_spec(config.algorithm).build(config)
     train = recipe.train.model_copy(update={"accumulate": 1})
     with tempfile.TemporaryDirectory() as folder:
-        job = TrainJob(drafter, make_tables(head, None), source, [], train, recipe.loss, Path(folder), (), lambda _: None)  # type: ignore[arg-type]
+        job = TrainJob(drafter, make_tables(head, vocab), source, [], train, recipe.loss, Path(folder), (), lambda _: None)
         prepare_memory(job)
-        optimizers, weights, times = Optimizers(drafter, train), loss_weights(recipe.loss, 1.0), []
+        optimizers, weights = Optimizers(drafter, train), loss_weights(recipe.loss, 1.0)
+        steps, updates = [], []
         for number in range(_STEPS + 1):
             started = time.perf_counter()
             optimizers.zero_grad()
             for batch in source.take(number, 1):
                 backward(job, batch, weights)
+            backed = time.perf_counter()
             nn.utils.clip_grad_norm_(drafter.parameters(), train.clip)
             optimizers.step()
-            times.append(time.perf_counter() - started)
-    return sorted(times[1:])[len(times[1:]) // 2]
+            steps.append(time.perf_counter() - started)
+            updates.append(time.perf_counter() - backed)
+    return median(steps[1:]), median(updates[1:])

@@ -34,17 +34,22 @@ def trial_head(model: LlamaForCausalLM) -> TargetHead:
     return make_head(model, 1.0, None)
 
 
-def prefill_seconds(model: LlamaForCausalLM, documents: int, length: int, layer_ids: tuple[int, ...], *, half: bool, repeats: int = 3) -> float:
-    """Seconds of one forward pass over documents of equal length as the local engine makes it: states captured, normalisers computed. The least of some."""
+def prefill_seconds(model: LlamaForCausalLM, documents: int, length: int, layer_ids: tuple[int, ...], *, half: bool, repeats: int = 3) -> tuple[float, float]:
+    """Seconds of reading documents of equal length as the local engine does: (the layers, with states captured; the head, for the normalisers).
+
+    The least of some repeats each.
+    """
     twin, head = fast_twin(model, half=half), trial_head(model)
     ids = torch.randint(model.config.vocab_size, (documents, length), generator=torch.Generator().manual_seed(0))
-    times = []
+    layers, normalisers = [], []
     with torch.inference_mode():
         for _ in range(repeats + 1):
             started = time.perf_counter()
             with capture(twin, layer_ids) as states:
                 twin(ids, use_cache=False, logits_to_keep=1)
+            read = time.perf_counter()
             for last in states["last"]:
                 head.logits(last).logsumexp(-1)
-            times.append(time.perf_counter() - started)
-    return min(times[1:])
+            layers.append(read - started)
+            normalisers.append(time.perf_counter() - read)
+    return min(layers[1:]), min(normalisers[1:])

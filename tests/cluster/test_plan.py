@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,17 @@ import transformers
 
 from firesteel.cluster.costs import fewest_accelerators, link_rate, server_rate, state_bytes, step_flops, trainer_memory, update_seconds
 from firesteel.cluster.hardware import load_hardware
+from firesteel.cluster.measured import read_measured
 from firesteel.cluster.planner import Plan
 from firesteel.cluster.shapes import DrafterShape, known_target, read_target, shape_of
 from firesteel.cluster.text import plan_lines
-from firesteel.errors import RecipeError, TargetError
-from firesteel.recipe import Recipe, load_recipe, recipe_from_dict
-from firesteel.stages.plan import plan_of
+from firesteel.errors import ArtifactError, RecipeError, TargetError
+from firesteel.evaluation.queue_plot import write_queue_plot
+from firesteel.recipe import Node, Recipe, load_recipe, recipe_from_dict
+from firesteel.stages.line import Line
+from firesteel.stages.measure import predict_here
+from firesteel.stages.plan import plan_of, table
+from firesteel.stages.plan import run as plan_stage
 from firesteel.stages.sizes import drafter_shape, target_shape
 
 GB300 = load_hardware()["gb300"]
@@ -206,6 +212,7 @@ def test_a_folder_without_weights_is_enough(tmp_path: Path) -> None:
     transformers.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path / "m")
     assert read_target(str(tmp_path / "m"), "float32").layers == 6
     recipe = recipe_from_dict({"train": {"max_steps": 10}, "target": {"model": str(tmp_path / "m")}, "drafter": {"markov_rank": 16}})
+    recipe.cluster.nodes = [Node(name=n) for n in "ab"]
     found = plan(recipe, simulate=60.0)
     text = "\n".join(plan_lines(found))
     assert "bottleneck" in text
@@ -226,6 +233,50 @@ def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_hardware(str(tmp_path / "no.yaml"))
     table.write_text("gb300: {about: x, per_node: 1, memory: 1.0, flops: {bf16: 1.0}, bandwidth: 1.0, peer: 1.0, network: 1.0, efficiency: "
-                     "{prefill_experts: 1, prefill_dense: 1, training: 1, bandwidth: 1, network: 1, memory: 1}}")  # fmt: skip
+                     "{prefill_experts: 1, prefill_dense: 1, training: 1, muon: 1, bandwidth: 1, network: 1, memory: 1}}")  # fmt: skip
     with pytest.raises(RecipeError, match="lacks fp32"):
         load_hardware(str(table))
+
+
+def test_one_machine_that_captures_and_trains_does_them_in_turn(tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path / "m")
+    recipe = recipe_from_dict({"train": {"max_minutes": 3}, "target": {"model": str(tmp_path / "m")}, "drafter": {"markov_rank": 16}})
+    found = plan(recipe, simulate=60.0)
+    assert found.bottleneck == "machine"
+    assert 1 / found.rate == pytest.approx(1 / found.limits["servers"] + 1 / found.limits["trainers"])
+    assert found.hours == pytest.approx(3 / 60)
+    assert found.simulated is None
+
+
+def test_the_picture_is_a_picture_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
+    found = plan(load_recipe("kimi-k3-rack"), simulate=600.0)
+    assert found.simulated is not None
+    for name in ("a.png", "b.png"):
+        write_queue_plot(tmp_path / name, found.simulated.series, found.simulated.waits, found.rates.step)
+    data = (tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert data == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_measurement_takes_the_place_of_the_table(tmp_path: Path) -> None:
+    """Nothing is loaded for it: the target's weights are not there."""
+    transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
+    ).save_pretrained(tmp_path / "m")
+    settings = {"train": {"max_steps": 3, "batch_tokens": 512, "anchors": 128, "compile": False}, "drafter": {"markov_rank": 16, "draft_vocab_size": 128}}
+    made = {**settings, "target": {"model": str(tmp_path / "m"), "cache_dir": str(tmp_path), "threads": 1}, "runs_dir": str(tmp_path / "runs")}
+    recipe = recipe_from_dict({"name": "here", **made})
+    lines: list[str] = []
+    plan_stage(Line(recipe, SimpleNamespace(say=lines.append)), measure=True, length=None, tokens=None, out=tmp_path)  # type: ignore[arg-type]
+    assert lines[0].startswith("measured: ")
+    found = read_measured(str(tmp_path))
+    assert found is not None
+    row = table(recipe)["cpu"]
+    assert (row.flops["fp32"], row.bandwidth) == (found.fp32, found.bandwidth)
+    again = predict_here(recipe, found, length=512)
+    assert 1 / again.train_steps == pytest.approx(found.train_seconds, rel=0.05), "what was measured is what is predicted for the same step"
+    assert again.extract_tokens > 0
+    assert json.loads((tmp_path / "plan.json").read_text())["bottleneck"] == "machine"
+    (tmp_path / "measured.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="is not a calibration"):
+        read_measured(str(tmp_path))

@@ -12,6 +12,7 @@ from firesteel.decoding.batched.protocol import Finish, Piece
 from firesteel.decoding.endings import AnswerText
 from firesteel.decoding.logprobs import TokenLogprob
 
+_INCOMPLETE = "\ufffd"  # what a tokenizer shows for a character whose last bytes are still to come
 _log = logging.getLogger(__name__)
 
 
@@ -59,8 +60,8 @@ class Delta:
 class Answer:
     """One answer. `stop` goes into the request that is asked of the engine, `take` is given its pieces.
 
-    Streamed text is cut between tokens: a token waits until all of its text is certain, because log-probabilities and drafts are told
-    token by token.
+    Streamed text is cut between tokens: a token waits until all of its text is certain and its last character whole, because
+    log-probabilities and drafts are told token by token.
 
     Args:
         decode: token ids -> text, without special tokens.
@@ -69,9 +70,11 @@ class Answer:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
-        self._text = AnswerText(decode, stops, include_stop=include_stop)
-        self._ends: deque[int] = deque()  # characters of the text up to each token that `stop` was told of and no piece has brought yet
-        self._held: deque[tuple[int, Shown]] = deque()  # tokens with their ends that were not shown yet; their text is still open
+        self._decode, self._decoded = decode, ""
+        self._text = AnswerText(self._listen, stops, include_stop=include_stop)
+        # Of each token that `stop` was told of and no piece has brought yet: characters of the text up to it, and whether the last is half.
+        self._ends: deque[tuple[int, bool]] = deque()
+        self._held: deque[tuple[int, bool, Shown]] = deque()  # tokens that were not shown yet; their text is still to come
         self._shown = 0
         self._error: str | None = None
 
@@ -82,14 +85,14 @@ class Answer:
         except Exception as e:  # a tokenizer may raise anything; it ends this answer, not the others
             _log.exception("token %d cannot be decoded", token)
             self._error, done = f"token {token} cannot be decoded: {e}", True
-        self._ends.append(len(self._text.text))
+        self._ends.append((len(self._text.text), self._decoded.endswith(_INCOMPLETE)))
         return done
 
     def take(self, piece: Piece) -> Delta:
         """What a piece adds."""
         for k, token in enumerate(piece.tokens[: len(self._ends)]):  # an end-of-text token has no text, and `stop` is not told of it
             logprob = piece.logprobs[k] if piece.logprobs else None
-            self._held.append((self._ends.popleft(), Shown(token, "", piece.drafted[k], piece.confidences[k], logprob)))
+            self._held.append((*self._ends.popleft(), Shown(token, "", piece.drafted[k], piece.confidences[k], logprob)))
         return Delta(
             self._show(last=piece.finish is not None),
             tokens=len(piece.tokens),
@@ -101,13 +104,18 @@ class Answer:
             error=self._error,
         )
 
+    def _listen(self, ids: list[int]) -> str:
+        self._decoded = self._decode(ids)
+        return self._decoded
+
     def _show(self, *, last: bool) -> list[Shown]:
         text = self._text.finish() if last and self._error is None else self._text.text
         certain = len(text) if last else len(self._text.streamable())
+        ready = len(self._held) if last else max((k + 1 for k, (end, half, _) in enumerate(self._held) if end <= certain and not half), default=0)
         found = []
-        while self._held and (last or self._held[0][0] <= certain):
-            end, token = self._held.popleft()
-            # What was held back may have become a stop string; what was incomplete at the end shows with the last token.
+        for _ in range(ready):
+            end, _, token = self._held.popleft()
+            # What was held back may have become a stop string; half a character at the end shows with the last token.
             end = certain if last and not self._held else min(end, certain)
             found.append(Shown(token.token, text[self._shown : end], token.drafted, token.confidence, token.logprob))
             self._shown = max(self._shown, end)

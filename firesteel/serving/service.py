@@ -138,15 +138,19 @@ class Call:
             yield index, found
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the request with this."""
+        """End the request with this; the engine stops at once, even where the client does not take what was written for it."""
         self._queue.put_nowait((-1, refusal))
+        self._cancel()
 
     def close(self) -> None:
         """Nobody listens any more: what is not finished is cancelled."""
         self._timer.cancel()
+        self._cancel()
+        self._service.calls.discard(self)
+
+    def _cancel(self) -> None:
         for ticket in self._tickets:
             self._service.thread.cancel(ticket)
-        self._service.calls.discard(self)
 
     def _take(self, index: int, watch: Stopwatch, delta: Delta) -> None:
         watch.take(delta)

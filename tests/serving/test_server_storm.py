@@ -13,7 +13,13 @@ import time
 
 import httpx
 import pytest
-from server_toys import EOS, Brake, Running, alone, decode, running
+from server_toys import EOS, SERVED, Brake, Running, alone, decode, running, toy_engine
+
+from firesteel.decoding.batched.protocol import Ask
+from firesteel.recipe import Serve
+from firesteel.serving.answer import Answer
+from firesteel.serving.refusals import Refusal
+from firesteel.serving.service import Call, Service
 
 PROMPT = [5, 9, 17]
 LONG = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -60,6 +66,24 @@ def test_a_drain_ends_what_takes_too_long() -> None:
         asked.join()
         assert found[0].status_code == 503
         assert server.engine.pool.used == 0
+
+
+def test_a_refused_call_leaves_the_engine_though_nobody_reads_its_end() -> None:
+    async def refuse() -> None:
+        service = Service(SERVED, toy_engine(Brake(0.01)), Serve(request_seconds=0.2))
+        service.thread.start(asyncio.get_running_loop())
+        call = Call(service, time.perf_counter())
+        call.ask([(Ask(tuple(PROMPT), 200), Answer(SERVED.decode))])
+        while service.thread.open:
+            await asyncio.sleep(0.01)
+        assert service.engine.counters.generated_tokens < 200
+        with pytest.raises(Refusal, match="not finished within"):
+            [delta async for delta in call.deltas()]
+        call.close()
+        service.close()
+        assert service.engine.pool.used == 0
+
+    asyncio.run(refuse())
 
 
 SCRIPT = """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from firesteel.batches.share import Share
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Batch:
             Rows are in ascending packed position.
         draft_labels: `[N, g]` int64, the true token in the *draft* vocabulary, -1 where none or not in it.
         target_lognorm: `[U]` float32 log-sum-exp of the target's logits (whole vocabulary), or None if not all documents have it.
+        share: where several ranks share the batch, this one's part. Then the blocks are this rank's only, and `context` has its rows only.
     """
 
     token_ids: Tensor
@@ -42,10 +46,16 @@ class Batch:
     slot_target: Tensor
     draft_labels: Tensor
     target_lognorm: Tensor | None = None
+    share: Share | None = None
 
     @property
     def block_size(self) -> int:
         return self.slots.shape[1]
+
+    @property
+    def context_position(self) -> Tensor:
+        """Position within the document of each row of `context`."""
+        return self.position if self.share is None else self.position[self.share.rows(self.position.shape[0])]
 
     def previous_tokens(self, sample_from_anchor: bool) -> Tensor:
         """`[N, g]` int64: the token before the one that each slot predicts (teacher forcing); the anchor's where the slot predicts nothing."""
@@ -57,5 +67,25 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in values.items() if v is not None})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
+
+    def divided(self, share: Share) -> Batch:
+        """This rank's part: neighbouring blocks (they share most of their targets), and its rows of the context. Sums over ranks are the whole's."""
+        blocks, rows = share.rows(self.anchors.shape[0]), share.rows(self.token_ids.shape[0])
+        slot_target = self.slot_target[blocks].clone()
+        valid = slot_target >= 0
+        needed, row = torch.unique(slot_target[valid], return_inverse=True)  # ascending, as the whole's rows are
+        slot_target[valid] = row
+        return replace(
+            self,
+            context=self.context[rows].clone(),  # a view would keep all of it
+            anchors=self.anchors[blocks],
+            slots=self.slots[blocks],
+            weights=self.weights[blocks],
+            target_last=self.target_last[needed],
+            slot_target=slot_target,
+            draft_labels=self.draft_labels[blocks],
+            target_lognorm=None if self.target_lognorm is None else self.target_lognorm[needed],
+            share=share,
+        )

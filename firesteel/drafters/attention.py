@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from firesteel.batches.batch import Batch
+from firesteel.batches.share import Share
 from firesteel.errors import RecipeError
 
 Pair = tuple[Tensor, Tensor]
@@ -76,12 +77,18 @@ def make_geometry(batch: Batch, window: int | None, causal: bool) -> Geometry:
     return Geometry(batch.document, batch.position, batch.anchors, batch.block_size, window, causal)
 
 
-def make_attend(path: Path, geometry: Geometry) -> Attend:
+def make_attend(path: Path, geometry: Geometry, share: Share | None = None) -> Attend:
     """Choose the implementation; `auto` takes flex on CUDA and fast elsewhere.
+
+    Args:
+        share: with it, keys and values of the context come as this rank's rows, and are gathered first.
 
     Raises:
         RecipeError: an unknown path.
     """
+    if share is not None:
+        attend, tokens = make_attend(path, geometry), geometry.document.shape[0]
+        return lambda q, context, block: attend(q, (share.whole(context[0], tokens), share.whole(context[1], tokens)), block)
     if path == "auto":
         path = "flex" if geometry.anchors.device.type == "cuda" else "fast"
     if path == "dense":

@@ -70,14 +70,14 @@ class BlockDrafter(nn.Module):
         """Final hidden states `[N, g, h]` of all slots."""
         dtype, g = self.fc.weight.dtype, batch.block_size
         positions = batch.position[batch.anchors][:, None] + torch.arange(g, device=batch.anchors.device)
-        block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.position, dtype)
+        block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.context_position, dtype)
         context = self.hidden_norm(linear(batch.context.to(dtype), self.fc.weight))
         x = self.block_inputs(batch.token_ids[batch.anchors], embed, g)
         attends: dict[str, Attend] = {}
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             if kind not in attends:
                 window = self.config.sliding_window if kind == SLIDING else None
-                attends[kind] = make_attend(attention, make_geometry(batch, window, self.config.causal))
+                attends[kind] = make_attend(attention, make_geometry(batch, window, self.config.causal), batch.share)
             x = layer(x, context, block_table, context_table, attends[kind])
         return self.norm(x)
 

@@ -130,12 +130,12 @@ class LatentDrafter(nn.Module):
         """Final hidden states `[N, g, h]` of all slots."""
         dtype, g = self.context_proj.weight.dtype, batch.block_size
         positions = batch.position[batch.anchors][:, None] + torch.arange(g, device=batch.anchors.device)
-        block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.position, dtype)
+        block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.context_position, dtype)
         context = self.context_norm(linear(batch.context.to(dtype), self.context_proj.weight))
         ids = batch.anchors.new_full((batch.anchors.shape[0], g), mask_token(self.config))
         ids[:, 0] = batch.token_ids[batch.anchors]
         x = F.embedding(ids, embed).to(dtype)
-        attend = make_attend(attention, make_geometry(batch, None, self.config.causal))
+        attend = make_attend(attention, make_geometry(batch, None, self.config.causal), batch.share)
         for layer in self.layers:
             x = layer(x, context, block_table, context_table, attend)
         return self.final_norm(x)

@@ -41,6 +41,7 @@ register(
         unserved=dspark.unserved,
         starts_from=("dflash",),
         native=Native(latents.MODEL_TYPE, latents.is_latent, latents.LatentFields, latents.latent_to_json, latents.latent_from_json),
+        shares_context=True,
     )
 )
 register(
@@ -60,6 +61,7 @@ register(
         method="dflash",
         limits=blocks.block_limits,
         unserved=blocks.block_unserved,
+        shares_context=True,
     )
 )
 register(
@@ -82,6 +84,7 @@ register(
         limits=two.dflash2_limits,
         unserved=blocks.block_unserved,
         starts_from=("dflash",),
+        shares_context=True,
     )
 )
 register(

@@ -103,6 +103,7 @@ class DraftSpec:
             target's own, and says so.
         decay: that of exponential position weights; None leaves it to `loss.decay`.
         starts_from: algorithms, beside its own, whose checkpoints it may begin with: those whose module is a part of its module.
+        shares_context: whether several ranks can train it on parts of one batch (`Batch.share`).
         stitch: prefix of its tensors in the target's own files, where servers load it from; empty for drafters in a folder of their own.
     """
 
@@ -134,6 +135,7 @@ class DraftSpec:
     start: Callable[[nn.Module, recipes.Drafter, Tensor, Mapping[str, Tensor]], str] | None = None
     decay: Callable[[DraftConfig], float | None] = _none
     starts_from: tuple[str, ...] = ()
+    shares_context: bool = False
     stitch: str = ""
 
 

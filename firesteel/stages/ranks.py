@@ -29,11 +29,8 @@ def joined(verb: str, recipe: Recipe) -> Iterator[World]:
     if verb not in TOGETHER:
         yield ALONE
         return
-    world = open_world(recipe.train.context_ranks)
-    try:
-        yield world
-    finally:
-        close_world()
+    yield open_world(recipe.train.context_ranks)
+    close_world()  # not after an error: whoever leaves in order would first wait for the others
 
 
 class SilentScreen:

@@ -16,7 +16,7 @@ from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.registry import get_spec
-from firesteel.errors import TrainingError
+from firesteel.errors import RecipeError, TrainingError
 from firesteel.hidden.feed import SampleFeed
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
@@ -44,6 +44,12 @@ def artifact_name(line: Line, algorithm: str) -> str:
 
 def run(line: Line) -> list[Artifact]:
     """Train every drafter that the recipe asks for."""
+    for algorithm in algorithms(line):
+        if line.world.context > 1 and not get_spec(algorithm).shares_context:
+            raise RecipeError(
+                f"train.context_ranks={line.world.context}: {algorithm} does not train on parts of a batch, only drafters of blocks do",
+                mend="set train.context_ranks=1",
+            )
     hidden = line.input("hidden")
     # Reading every sample takes as long as the disk does: once for all drafters, and only if one has a reduced vocabulary.
     counts = cache(lambda: line.world.tell(_counts(line, hidden) if line.world.first else torch.empty(0)))

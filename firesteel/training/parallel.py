@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from firesteel.batches.share import Share
 from firesteel.errors import RecipeError
 
 T = TypeVar("T")
@@ -32,11 +33,13 @@ class World:
         rank: number of this process, 0 .. size - 1. Rank 0 writes and speaks for all.
         size: processes.
         context: ranks that share a batch; divides `size`.
+        share: this rank's part of every batch, where `context` is above 1.
     """
 
     rank: int = 0
     size: int = 1
     context: int = 1
+    share: Share | None = None
 
     @property
     def first(self) -> bool:
@@ -52,11 +55,6 @@ class World:
     def data_size(self) -> int:
         """How many batches are in work at once."""
         return self.size // self.context
-
-    @property
-    def context_rank(self) -> int:
-        """Which share of its batch is this rank's, 0 .. context - 1."""
-        return self.rank % self.context
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks, in float64; the same bits on every rank."""
@@ -99,6 +97,8 @@ def launched_size() -> int:
 def open_world(context: int = 1) -> World:
     """Join the other processes of a launch: gloo on CPUs, NCCL beside it on CUDA devices, of which rank r of a machine takes the r-th.
 
+    Several machines under one elastic torchrun need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to restart, since their restarts are counted apart.
+
     Args:
         context: ranks that share a batch, `train.context_ranks`.
 
@@ -117,8 +117,22 @@ def open_world(context: int = 1) -> World:
         accelerated = torch.cuda.is_available()
         if accelerated:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", timeout=_PATIENCE)
-    return World(dist.get_rank(), size, context)
+        store, rank, size = next(dist.rendezvous("env://", timeout=_PATIENCE))
+        # torchrun's agents keep one store through all restarts, in which the addresses of ranks that are gone would be taken for ours.
+        life = dist.PrefixStore(f"firesteel/{_life()}", store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", store=life, rank=rank, world_size=size, timeout=_PATIENCE)
+    rank = dist.get_rank()
+    if context == 1:
+        return World(rank, size)
+    # Every rank takes part in making every group.
+    groups = [dist.new_group(list(range(first, first + context))) for first in range(0, size, context)]
+    return World(rank, size, context, Share(rank % context, context, groups[rank // context]))
+
+
+def _life() -> str:
+    """What tells this start of a launch from the ones before it."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
 def close_world() -> None:

@@ -83,7 +83,7 @@ class Replica:
             self.module: Any = self.losses
         else:
             # A confidence head without a weight in the loss has no gradient on any rank, and then stays as it is.
-            self.module = DistributedDataParallel(self.losses, broadcast_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=True)
+            self.module = DistributedDataParallel(self.losses, forward_sync_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=True)
             self.module.register_comm_hook(None, lambda _, bucket: _sum(bucket))  # DDP reads annotations, and takes none as strings
 
     def loss(self, batch: Batch, weights: LossWeights, denominator: float | None, *, last: bool = True) -> tuple[LossResult, Tensor | None]:

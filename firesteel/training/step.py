@@ -152,7 +152,8 @@ def backward(job: TrainJob, batch: Batch, weights: LossWeights, denominator: flo
         denominator: divisor of the sum over slots, see `fused_loss`.
         last: whether it is the step's last batch of this rank.
     """
-    batch = batch.to(job.device)
+    share = job.world.share
+    batch = (batch if share is None else batch.divided(share)).to(job.device)
     with half_products(wants_half(job.train.precision, job.device)):
         result, _ = loss_of(job, batch, weights, denominator, last=last)
         result.loss.backward()

@@ -26,12 +26,13 @@ from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
 WIDTH, VOCAB, LAYERS = 32, 64, (1, 2, 4)
-# What the tests train; the last one's backbone is another.
+# What the tests train, by a name of the tests' own.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 2, "markov_rank": 8},
     "dflash2": {"num_layers": 1},
     "eagle3": {"num_layers": 1},
     "peagle": {"num_layers": 2},
+    "latent": {"algorithm": "dspark", "backbone": "mla", "num_layers": 1, "markov_rank": 8},
 }
 STEPS = {"max_steps": 6, "validate_every": 3, "batch_tokens": 96, "anchors": 16, "lr": 3e-3, "muon_lr": 0.02, "compile": False, "precision": "float32"}
 FACTS = TargetFacts(
@@ -66,10 +67,10 @@ def samples(count: int) -> list[HiddenSample]:
 
 def make_job(folder: Path, algorithm: str = "dspark", world: World = ALONE, loss: dict[str, Any] | None = None, **settings: Any) -> TrainJob:
     """A job of five or so batches an epoch; `settings` are those of the recipe's section `train`."""
-    drafter_settings = recipes.Drafter(algorithm=algorithm, block_size=4, **DRAFTERS[algorithm])
+    drafter_settings = recipes.Drafter(**{"algorithm": algorithm, "block_size": 4, **DRAFTERS[algorithm]})
     torch.manual_seed(0)
     table = torch.randn(VOCAB, WIDTH) / WIDTH**0.5
-    drafter = get_spec(algorithm).build(make_config(drafter_settings, FACTS, LAYERS, 0))
+    drafter = get_spec(drafter_settings.algorithm).build(make_config(drafter_settings, FACTS, LAYERS, 0))
     c = drafter.config
     layout = BlockLayout(c.block_size, c.sample_from_anchor, exponential_weights(c.block_size, c.sample_from_anchor, 4.0), None)
     store, documents = MemoryStore("fp32"), samples(14)

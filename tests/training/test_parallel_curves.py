@@ -104,6 +104,18 @@ def test_one_batch_a_step_is_divided_by_its_own_denominator(tmp_path: Path) -> N
     assert float(result.denominator) == float(denominator_of(None, result.weights, result.valid, False, torch.float32))
 
 
+SHARED = [("dspark", "ddp", 2), ("dflash2", "fsdp", 2), ("latent", "ddp", 2), pytest.param("dspark", "fsdp", 4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("algorithm", "parallel", "ranks"), SHARED)
+def test_ranks_that_share_every_batch(algorithm: str, parallel: str, ranks: int, tmp_path: Path) -> None:
+    """Blocks and context of a batch divided between two ranks; with four ranks there are two such pairs."""
+    settings = {"max_steps": 4, "optimizer": "adamw", "lr": 1e-3}
+    train_here(tmp_path / "one", algorithm, {**settings, "accumulate": ranks // 2})
+    launch(ranks, train_here, tmp_path / "shared", algorithm, {**settings, "parallel": parallel, "context_ranks": 2})
+    check_same(tmp_path / "one", tmp_path / "shared")
+
+
 def _poisoned(folder: Path, parallel: str) -> None:
     """Rank 1's loss is not finite in step 2."""
     world = open_world()
@@ -146,5 +158,5 @@ def test_alone_nothing_is_said() -> None:
     assert ALONE.sums([1.5, 2.0]) == [1.5, 2.0]
     assert ALONE.tell("a") == "a"
     assert ALONE.collect([1, 2]) == [1, 2]
-    assert (ALONE.first, ALONE.data_size, ALONE.context_rank) == (True, 1, 0)
-    assert [(World(r, 4, 2).data_rank, World(r, 4, 2).context_rank) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (ALONE.first, ALONE.data_size, ALONE.share) == (True, 1, None)
+    assert [World(r, 4, 2).data_rank for r in range(4)] == [0, 0, 1, 1]

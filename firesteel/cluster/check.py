@@ -84,13 +84,21 @@ def _addresses(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardwa
 
 
 def _world(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
-    world, batches = topology.world_size, recipe.train.accumulate
-    if batches % world:
-        near = max(1, round(batches / world)) * world
+    world, shared, parts = topology.world_size, recipe.train.context_ranks, recipe.hidden.feed.groups
+    if world % shared:
         yield RecipeError(
-            f"{world} trainer processes do not divide the {batches} batches of an optimizer step (train.accumulate)",
-            mend=f"set train.accumulate={near}, or cluster.trainers_per_node so that it divides",
+            f"{world} trainer processes do not divide into batches of train.context_ranks={shared} each",
+            mend=f"set train.context_ranks to a divisor of {world}, or cluster.trainers_per_node",
         )
+    if parts > 1:
+        # The feed cuts lists of ranks and of servers into equal parts: they are the cluster's groups only where those are alike.
+        sizes = {(sum(s.group == g.name for s in topology.servers), sum(t.processes for t in topology.trainers if t.group == g.name)) for g in topology.groups}
+        if parts != len(topology.groups) or len(sizes) > 1:
+            yield RecipeError(
+                f"hidden.feed.groups={parts} cuts {world} trainer processes and {len(topology.servers)} servers into equal parts, "
+                f"which the {len(topology.groups)} of cluster.groups are not",
+                mend="set hidden.feed.groups=1, so that every trainer asks every server, or give all groups as many of each",
+            )
 
 
 def _memory(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware], target: TargetShape, drafter: DrafterShape) -> Iterator[FiresteelError]:

@@ -133,10 +133,10 @@ def train_precision(train: recipes.Train, hw: Hardware) -> str:
 
 
 def step_seconds(d: DrafterShape, train: recipes.Train, hw: Hardware, length: int, *, processes: int, nodes: int) -> float:
-    """Seconds of one optimizer step, in which each process does its share of `train.accumulate` batches (at least one)."""
-    batches = max(1.0, train.accumulate / processes)
+    """Seconds of one optimizer step: `train.accumulate` batches of each process, or of each `train.context_ranks` processes that share one."""
     rate = hw.peak(train_precision(train, hw)) * hw.efficiency.training
-    return batches * step_flops(d, train.batch_tokens, train.anchors, length) / rate + update_seconds(d, train, hw, processes, nodes)
+    flops = train.accumulate * step_flops(d, train.batch_tokens, train.anchors, length) / train.context_ranks
+    return flops / rate + update_seconds(d, train, hw, processes, nodes)
 
 
 def server_memory(target: TargetShape, hw: Hardware, accelerators: int, length: int, concurrency: int) -> Memory:

@@ -115,7 +115,7 @@ def make_plan(
     server = server_rate(target, server_hw, spot.accelerators, length, concurrency, spans=len(spot.nodes))
     processes, training = topology.world_size, len(topology.trainers)
     step = step_seconds(drafter, recipe.train, trainer_hw, length, processes=processes, nodes=training)
-    step_tokens = recipe.train.batch_tokens * max(recipe.train.accumulate, processes)
+    step_tokens = float(recipe.train.batch_tokens * recipe.train.accumulate * processes // recipe.train.context_ranks)
     rates = Rates(server, link_rate(trainer_hw, per_token), step_tokens / step / training, step)
     limits = {"servers": server * len(topology.servers), "links": rates.link * training, "trainers": rates.trainer_node * training}
     if shared := any(t.node in s.nodes for s in topology.servers for t in topology.trainers):
@@ -211,9 +211,9 @@ def _advice(recipe: Recipe, limits: Mapping[str, float], bottleneck: str, rates:
 def _notes(recipe: Recipe, target: TargetShape, length: int, tokens: float | None, kinds: tuple[str, str], precision: str, processes: int) -> tuple[str, ...]:
     notes = [f"documents of {length} tokens" + ("" if tokens is not None else "; every token supervised"), f"target's sizes: {target.source}"]
     if kinds[1] != CPU and precision == "bf16":
-        notes.append("trainers multiply in bf16; today's trainer does so on CPUs alone, on accelerators it multiplies in float32")
+        notes.append("trainers are planned with products in bf16; on accelerators Firesteel's trainer has float32 products so far")
     if processes > 1:
-        notes.append(f"{processes} trainer processes: planned for, not yet launched (the trainer has one process)")
+        notes.append(f"{processes} trainer processes, each with the whole drafter; train.parallel=fsdp shards it, which is not counted here")
     return tuple(notes)
 
 

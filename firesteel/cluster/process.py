@@ -73,14 +73,17 @@ def blocks(topology: Topology, processes: Sequence[Process]) -> Iterator[str]:
         yield ""
 
 
-def check_startable(topology: Topology) -> None:
-    """Refuse what today's trainer cannot do; planning and printing go on.
+def check_startable(topology: Topology, verb: str) -> None:
+    """Refuse what the trainer cannot do; planning and printing go on.
+
+    Args:
+        verb: `cluster.verb`.
 
     Raises:
-        TrainingError: the topology wants more than one trainer process.
+        TrainingError: several trainer processes would walk the whole line, which is one process's work.
     """
-    if topology.world_size > 1:
+    if topology.world_size > 1 and verb == "run":
         raise TrainingError(
-            f"this cluster has {topology.world_size} trainer processes, and the trainer runs as one so far",
-            mend="name one training node and set cluster.trainers_per_node=1; `firesteel plan` and `launch --dry-run` work for more",
+            f"this cluster has {topology.world_size} trainer processes, and `firesteel {verb}` is the work of one",
+            mend="launch with cluster.verb=extract, then with cluster.verb=train; or name one training node and set cluster.trainers_per_node=1",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from firesteel.artifact import write_atomic
@@ -45,7 +46,7 @@ def run(line: Line, launcher: str | None, *, dry_run: bool) -> int:
     if dry_run:
         sys.stdout.write(written_for(recipe, how) if how in _WRITERS else "\n".join(blocks(there, make_processes(placed, there, how))))
         return 0
-    check_startable(there)
+    check_startable(there, recipe.cluster.verb)
     _check_shared(recipe, there, how)
     link_code(line.folder)
     file = write_recipe(recipe)
@@ -88,7 +89,10 @@ def make_processes(recipe: Recipe, topology: Topology, launcher: str) -> list[Pr
         master = _plan(recipe, topology, topology.servers[0], topology.master, layout, launcher, own_master=True).master
         ports = (recipe.hidden.mooncake.port, recipe.hidden.mooncake.port + 1)
         found.insert(0, Process("master", "master", topology.master, tuple(master), recipe.cluster.env.master, ports=ports))
-    return [*found, *(_trainer(recipe, topology, spot, launcher) for spot in topology.trainers)]
+    trainers = topology.trainers
+    if recipe.cluster.verb == "extract":  # one process lists the documents and checks the states of a few
+        trainers = (replace(trainers[0], processes=1),)
+    return [*found, *(_trainer(recipe, replace(topology, trainers=trainers), spot, launcher) for spot in trainers)]
 
 
 def write_recipe(recipe: Recipe) -> Path:
@@ -165,7 +169,9 @@ def _trainer(recipe: Recipe, topology: Topology, spot: TrainerSpot, launcher: st
     elif (exchange := _exchange(recipe)) is not None:
         argv.append(f"hidden.exchange={exchange}")
     ports = (c.rendezvous_port,) if topology.world_size > 1 and spot.rank == 0 else ()
-    return Process(spot.name, "trainer", spot.node, tuple(argv), dict(c.env.training), None, 0 if spot.node.kind == CPU else spot.processes, ports)
+    # Restarts are counted by each machine's agent; without this they would wait for each other in a store that lives on.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if len(topology.trainers) > 1 and c.max_restarts else {}
+    return Process(spot.name, "trainer", spot.node, tuple(argv), env | c.env.training, None, 0 if spot.node.kind == CPU else spot.processes, ports)
 
 
 def _master(recipe: Recipe, topology: Topology) -> str | None:

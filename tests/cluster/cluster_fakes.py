@@ -98,7 +98,7 @@ def settings(folder: Path, *, trainers: int = 1, **sections: dict[str, Any]) -> 
         "target": {"model": str(folder / "target"), "engine": "vllm", "vllm": {"python": str(folder / "server-python"), "start_timeout": 20}},
         "hidden": {"store": "stream", "max_length": 128},
         "drafter": {"markov_rank": 8},
-        "train": {"max_steps": 10, "accumulate": trainers, "batch_tokens": 128, "anchors": 16},
+        "train": {"max_steps": 10, "batch_tokens": 128, "anchors": 16},
         "cluster": {"nodes": nodes, "groups": groups, "python": str(folder / "trainer-python"), "rendezvous_port": free_port()},
     }
     for name, values in sections.items():

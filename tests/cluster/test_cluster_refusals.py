@@ -124,10 +124,23 @@ def test_a_node_that_would_capture_and_train_on_the_same_accelerators() -> None:
 
 def test_a_world_size_that_does_not_divide() -> None:
     made = rack()
-    made.train.accumulate = 10
-    error = refuse(made, "16 trainer processes do not divide the 10 batches")
+    made.train.context_ranks = 3
+    error = refuse(made, "16 trainer processes do not divide into batches of train.context_ranks=3 each")
     assert error.mend is not None
-    assert "train.accumulate=16" in error.mend
+    assert "a divisor of 16" in error.mend
+
+
+@pytest.mark.parametrize("case", ["another number", "unequal groups"])
+def test_a_feed_cut_into_other_groups_than_the_clusters(case: str) -> None:
+    data = load_recipe(RACK).model_dump()
+    if case == "another number":
+        data["hidden"]["feed"]["groups"] = 2
+    else:
+        data["cluster"]["groups"][3] |= {"inference": ["d1", "d2"], "training": ["d3", "c3"]}
+        data["cluster"]["groups"][2] |= {"training": ["b3"]}
+        data["cluster"]["groups"][1] |= {"training": ["x1"]}
+        data["cluster"]["nodes"].append({"name": "x1", "address": "10.0.0.99", "kind": "gb300", "accelerators": 4})
+    refuse(recipe_from_dict(data), "which the 4 of cluster.groups are not")
 
 
 def test_memory_that_does_not_fit() -> None:
@@ -166,7 +179,7 @@ def test_a_folder_that_only_one_machine_sees() -> None:
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     made = rack()
-    made.train.accumulate = 10
+    made.train.context_ranks = 3
     made.cluster.nodes[3].address = "127.0.0.1"
     made.target.vllm.tensor_parallel = 4
     error = refuse(made, "3 things are wrong with this cluster")
@@ -174,10 +187,11 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "needs 391" in error.message
 
 
-def test_more_than_one_trainer_process_is_not_started_yet(folder: Path) -> None:
-    with pytest.raises(TrainingError, match="this cluster has 2 trainer processes, and the trainer runs as one so far"):
-        check_startable(make_topology(recipe(folder, trainers=2)))
-    check_startable(make_topology(recipe(folder)))
+def test_several_trainer_processes_train_and_do_nothing_else(folder: Path) -> None:
+    with pytest.raises(TrainingError, match="this cluster has 2 trainer processes, and `firesteel run` is the work of one"):
+        check_startable(make_topology(recipe(folder, trainers=2)), "run")
+    check_startable(make_topology(recipe(folder, trainers=2)), "train")
+    check_startable(make_topology(recipe(folder)), "run")
 
 
 def test_versions_that_differ_are_refused_with_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,10 @@ def test_the_leash_ends_what_it_holds(tmp_path: Path) -> None:
         return subprocess.Popen([sys.executable, "-m", "firesteel.cluster.remote", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     done = held(["sh", "-c", "echo $X $PWD; exit 4"])
-    assert done.communicate()[0].split() == ["1", str(tmp_path)]
-    assert done.returncode == 4
+    assert done.stdout is not None
+    assert done.stdout.read().split() == ["1", str(tmp_path)]
+    assert done.wait(20) == 4
+    done.communicate()
     marker = f"6543.{os.getpid()}"
     long = held(["sh", "-c", f"sleep {marker} & echo up; wait"])
     assert long.stdout is not None

@@ -41,7 +41,7 @@ def glm_run() -> Recipe:
             "target": {"model": "zai-org/GLM-5.2-FP8", "layer_ids": [8, 23, 39, 55, 70], "dtype": "bfloat16", "engine": "vllm", "vllm": {"tensor_parallel": 4}},
             "hidden": {"store": "stream", "transport": "mooncake", "max_length": 8192},
             "drafter": {"num_layers": 5, "block_size": 16},
-            "train": {"max_steps": 1000, "batch_tokens": 3472, "anchors": 1024, "accumulate": 24},
+            "train": {"max_steps": 1000, "batch_tokens": 3472, "anchors": 1024},
             "cluster": {"nodes": nodes(15), "groups": [{"name": "all", "inference": names[:9], "training": names[9:]}]},
         }
     )

@@ -75,11 +75,12 @@ class Saver:
 
     Attributes:
         held: seconds that saving has kept training waiting.
+        saves: states begun.
     """
 
     def __init__(self, folder: Path, drafter: nn.Module, optimizers: Optimizers, world: World, settings: dict[str, Any]) -> None:
         self.folder, self.drafter, self.optimizers, self.world, self.settings = folder / STATE, drafter, optimizers, world, settings
-        self.held = 0.0
+        self.held, self.saves = 0.0, 0
         # The thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
@@ -101,6 +102,7 @@ class Saver:
         facts = {"progress": asdict(progress), "settings": self.settings, "processes": self.world.size}
         name = f"{progress.step:09d}"
         self._name = f"{self._name}+" if self._name.startswith(name) else name  # a second one of a step must not be in the way of the first
+        self.saves += 1
         self._copied.clear()
         self._thread = threading.Thread(target=self._save, args=(self.folder / self._name, tensors, random, facts), name="saver", daemon=True)
         self._thread.start()

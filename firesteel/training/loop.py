@@ -28,11 +28,18 @@ _LARGE_VOCAB = 16384
 
 @dataclass
 class TrainResult:
-    """What a finished run tells."""
+    """What a finished run tells.
+
+    Attributes:
+        saves: states that this process took part in saving.
+        saving: seconds that training waited for them.
+    """
 
     progress: Progress
     stopped_by: str
     final: Validation
+    saves: int
+    saving: float
 
 
 def train(job: TrainJob) -> TrainResult:
@@ -95,7 +102,7 @@ def train(job: TrainJob) -> TrainResult:
         saver.finish()
         if log is not None:
             log.close()
-    return TrainResult(progress, stopped_by, run_validation(job))
+    return TrainResult(progress, stopped_by, run_validation(job), saver.saves, saver.held)
 
 
 def spread(job: TrainJob) -> None:
@@ -158,9 +165,16 @@ def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> None
 
 
 def _report(job: TrainJob, progress: Progress, log: MetricsLog | None, share: Gradients, loss: float, norm: float, done: float, saver: Saver) -> None:
-    values: dict[str, Any] = {"loss": loss, "grad_norm": norm, "seconds": progress.seconds, "skipped": progress.skipped, "saving": saver.held}
+    values: dict[str, Any] = {
+        "loss": loss,
+        "grad_norm": norm,
+        "seconds": progress.seconds,
+        "skipped": progress.skipped,
+        "saving": saver.held,
+        "saves": saver.saves,
+    }
     if log is not None and (progress.step % _LOG_EVERY == 0 or progress.step == 1):
-        log.write("train", progress.step, values | _means(share.last) | job.source.report())
+        log.write("train", progress.step, values | {"saving": saver.held} | _means(share.last) | job.source.report())
     warning = saver.error()
     if warning is not None:
         job.on_step({"warning": f"step {progress.step}: {warning}"})

@@ -158,8 +158,11 @@ def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from known_keys(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field.description or ""
+            continue
+        yield f"{prefix}{name}", field.description or ""
+        for item in get_args(inner):  # the settings of a list's entries
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                yield from known_keys(item, f"{prefix}{name}.")
 
 
 def _find(name_or_path: str) -> Path:
@@ -197,7 +200,8 @@ def _explain(err: Any, origin: str) -> str:
     if err["type"] == "extra_forbidden":
         known = [k for k, _ in known_keys()] + list(Recipe.model_fields)
         sections = [k.rsplit(".", 1)[-1] for k in known]
-        near = difflib.get_close_matches(where, known, n=1, cutoff=0.5) or [
+        plain = ".".join(part for part in where.split(".") if not part.isdigit())  # without places in lists
+        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5) or [
             known[sections.index(m)] for m in difflib.get_close_matches(where.rsplit(".", 1)[-1], sections, n=1)
         ]
         return f"{origin}: unknown setting {where}" + (f"; did you mean {near[0]}?" if near else "")

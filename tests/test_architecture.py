@@ -39,7 +39,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"decoding", "package", "prompts"},
     "serving": {"target.server", "decoding", "evaluation.bench_schema"},
     "cluster": set(),
-    "stages": {"prompts", "responses", "target", "hidden", "batches", "drafters", "losses", "training", "decoding", "package", "evaluation", "serving", "cluster"},
+    "stages": {
+        "prompts",
+        "responses",
+        "target",
+        "hidden",
+        "batches",
+        "drafters",
+        "losses",
+        "training",
+        "decoding",
+        "package",
+        "evaluation",
+        "serving",
+        "cluster",
+    },
     "cli": {"stages"},
 }
 # Heavy or optional packages and the only rooms that may import them.

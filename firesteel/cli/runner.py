@@ -70,10 +70,10 @@ def bench_servers(recipe: Recipe, servers: list[str]) -> None:
     bench.run(Line(recipe, ConsoleScreen()), bench.named_servers(servers))
 
 
-def plan_cluster(recipe: Recipe, measure: bool, length: int | None, tokens: float | None, out: Path | None) -> None:
+def plan_cluster(recipe: Recipe, measure: bool, length: int | None, tokens: float | None, out: Path | None, failures: float | None) -> None:
     """What a cluster would do."""
     _quiet()
-    plan.run(Line(recipe, ConsoleScreen()), measure=measure, length=length, tokens=tokens, out=out)
+    plan.run(Line(recipe, ConsoleScreen()), measure=measure, length=length, tokens=tokens, out=out, failures=failures)
 
 
 def launch_cluster(recipe: Recipe, launcher: str | None, dry_run: bool) -> int:

@@ -97,6 +97,7 @@ def make_plan(
     length: int | None = None,
     tokens: float | None = None,
     simulate: float = _HOUR,
+    failure_every: float | None = None,
 ) -> Plan:
     """Plan a run on the nodes of a topology, whose first server and trainer stand for all.
 
@@ -104,6 +105,7 @@ def make_plan(
         length: tokens of a document; None: half of `hidden.max_length`, which is a guess.
         tokens: of the whole training; None: what the recipe's steps make.
         simulate: seconds to simulate; 0: none.
+        failure_every: mean seconds between failures of one server in the simulation, each away for five minutes; None: none fails.
     """
     length = max(1, recipe.hidden.max_length // 2) if length is None else length
     spot, trainer = topology.servers[0], topology.trainers[0]
@@ -152,7 +154,7 @@ def make_plan(
         advice=_advice(recipe, limits, bottleneck, rates, server / per_server_nodes, flops),
         notes=_notes(recipe, target, length, tokens, kinds, train_precision(recipe.train, trainer_hw), processes),
     )
-    return plan if simulate <= 0 or shared else _simulated(plan, recipe, topology, length, simulate)
+    return plan if simulate <= 0 or shared else _simulated(plan, recipe, topology, length, simulate, failure_every)
 
 
 def computed_here(recipe: Recipe, target: TargetShape, hw: Hardware) -> TargetShape:
@@ -217,20 +219,22 @@ def _notes(recipe: Recipe, target: TargetShape, length: int, tokens: float | Non
     return tuple(notes)
 
 
-def _simulated(plan: Plan, recipe: Recipe, topology: Topology, length: int, seconds: float) -> Plan:
-    """The same run as events, each group a site; documents bundled where an hour of them would be too many."""
-    per_step = max(1, round(plan.step_tokens / length / len(topology.groups)))
+def _simulated(plan: Plan, recipe: Recipe, topology: Topology, length: int, seconds: float, failure_every: float | None) -> Plan:
+    """The same run as events; documents bundled where an hour of them would be too many. Each group is a site, or all are one where trainers ask all."""
+    names = [g.name for g in topology.groups]
+    groups = [[name] for name in names] if recipe.hidden.feed.groups > 1 else [names]
+    per_step = max(1, round(plan.step_tokens / length / len(groups)))
     expected = min(plan.limits.values()) / length * seconds
     bundle = max(1, min(math.ceil(expected / _UNITS), per_step))
     need = max(1, round(per_step / bundle))
     unit = per_step * length / need  # tokens
     low = recipe.hidden.feed.low_tokens or 2 * plan.step_tokens
-    high = (recipe.hidden.feed.high_tokens or 2 * low) / len(topology.groups)
+    high = (recipe.hidden.feed.high_tokens or 2 * low) / len(groups)
     sites = []
-    for group in topology.groups:
-        rates = tuple(plan.rates.server / unit for s in topology.servers if s.group == group.name)
-        trainers = sum(1 for t in topology.trainers if t.group == group.name)
+    for group in groups:
+        rates = tuple(plan.rates.server / unit for s in topology.servers if s.group in group)
+        trainers = sum(1 for t in topology.trainers if t.group in group)
         sites.append(Site(rates, trainers * plan.rates.link / unit, max(need, int(high / unit)), need))
-    outcome = Simulation(sites, plan.rates.step, seed=recipe.seed).run(seconds)
+    outcome = Simulation(sites, plan.rates.step, failure_every=failure_every, seed=recipe.seed).run(seconds)
     rate = outcome.steps * need * len(sites) * unit / seconds
     return replace(plan, simulated=outcome, unit_documents=bundle, simulated_rate=rate)

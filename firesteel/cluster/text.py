@@ -78,3 +78,5 @@ def _simulation_lines(plan: Plan) -> Iterator[str]:
     share = plan.simulated_rate / plan.rate
     yield f"simulated, {o.seconds:,.0f} s{bundled}: {plan.simulated_rate:,.0f} tokens/s ({share:.0%} of the formula), {o.steps:,} steps"
     yield f"    trainers wait {o.waited:.1%} of the time (queue empty), servers pause {o.full:.1%} (queue full), busiest link {o.link_busy:.1%}"
+    if o.down > 0:
+        yield f"    servers are down {o.down:.1%} of the time, {o.lost:,} of {o.made:,} units are lost with them and made again"

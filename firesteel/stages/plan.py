@@ -28,7 +28,13 @@ def table(recipe: Recipe) -> dict[str, Hardware]:
 
 
 def plan_of(
-    recipe: Recipe, hardware: Mapping[str, Hardware], *, length: int | None = None, tokens: float | None = None, simulate: float = 3600.0
+    recipe: Recipe,
+    hardware: Mapping[str, Hardware],
+    *,
+    length: int | None = None,
+    tokens: float | None = None,
+    simulate: float = 3600.0,
+    failures: float | None = None,
 ) -> tuple[Topology, Plan]:
     """Place everything, refuse what cannot be, and plan.
 
@@ -39,16 +45,17 @@ def plan_of(
     target = target_shape(recipe)
     drafter = drafter_shape(recipe, target)
     check_cluster(recipe, topology, hardware, target, drafter)
-    return topology, make_plan(recipe, topology, hardware, target, drafter, length=length, tokens=tokens, simulate=simulate)
+    return topology, make_plan(recipe, topology, hardware, target, drafter, length=length, tokens=tokens, simulate=simulate, failure_every=failures)
 
 
-def run(line: Line, *, measure: bool, length: int | None, tokens: float | None, out: Path | None) -> None:
+def run(line: Line, *, measure: bool, length: int | None, tokens: float | None, out: Path | None, failures: float | None = None) -> None:
     """Say the plan, and leave it as `plan.json` and `queue.png` (not on a cluster's own paths, which this machine may lack).
 
     Args:
         measure: first measure this machine and remember that.
         length: tokens of a document.
         tokens: of the corpus.
+        failures: mean hours between failures of one server.
         out: folder; None: `plan` in the run's where `runs_dir` is a relative path.
     """
     recipe, say = line.recipe, line.screen.say
@@ -56,7 +63,7 @@ def run(line: Line, *, measure: bool, length: int | None, tokens: float | None, 
         found = measure_machine(line)
         say(f"measured: {found.describe()}")
         say(f"kept in {write_measured(recipe.target.cache_dir, found)}; kind `cpu` of the hardware table stands for this machine from now on")
-    _, plan = plan_of(recipe, table(recipe), length=length, tokens=tokens)
+    _, plan = plan_of(recipe, table(recipe), length=length, tokens=tokens, failures=None if failures is None else 3600 * failures)
     for text in plan_lines(plan):
         say(text)
     if out is None and Path(recipe.runs_dir).expanduser().is_absolute():

@@ -221,3 +221,10 @@ def test_a_node_that_cannot_be_reached(folder: Path, monkeypatch: pytest.MonkeyP
         check_versions(Ssh(made.cluster, "python", None), [("training", make_topology(made).nodes[0], "python")])
     assert error.value.mend is not None
     assert "cluster.ssh_options" in error.value.mend
+
+
+def test_an_unknown_setting_of_a_node_names_the_nearest(folder: Path) -> None:
+    data = settings(folder)
+    data["cluster"]["nodes"][0]["adress"] = "10.0.0.1"
+    with pytest.raises(RecipeError, match=r"unknown setting cluster\.nodes\.0\.adress; did you mean cluster\.nodes\.address\?"):
+        recipe_from_dict(data)

@@ -199,6 +199,14 @@ def test_formula_and_simulation_agree_where_chance_is_small() -> None:
     assert found.simulated.full == pytest.approx(1 - found.rate / found.limits["servers"], abs=0.03), "servers pause as much as they are too many"
 
 
+def test_failures_of_servers_show_in_the_simulation() -> None:
+    found = plan_of(load_recipe("kimi-k3-rack"), load_hardware(), failures=3600.0)[1]
+    assert found.simulated is not None
+    assert found.simulated.down > 0
+    assert found.simulated_rate < found.rate * (1 - found.simulated.down / 2)
+    assert "servers are down" in "\n".join(plan_lines(found))
+
+
 def test_time_follows_from_the_budget() -> None:
     recipe = load_recipe("kimi-k3-rack")
     assert plan(recipe).hours is None

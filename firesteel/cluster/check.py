@@ -112,7 +112,7 @@ def _memory(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]
                 mend="set a larger tensor_parallel, or lower hidden.feed.concurrency",
             )
     for kind in dict.fromkeys(t.node.kind for t in topology.trainers):
-        memory = trainer_memory(target, drafter, recipe.train, hardware[kind], recipe.target.dtype)
+        memory = trainer_memory(target, drafter, recipe.train, hardware[kind], recipe.target.dtype, topology.world_size)
         if not memory.fits:
             yield ResourceError(
                 f"a trainer process needs {_sum(memory)} on an accelerator of kind {kind}",

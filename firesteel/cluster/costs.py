@@ -156,14 +156,23 @@ def fewest_accelerators(target: TargetShape, hw: Hardware, length: int, concurre
     return next((n for n in (2**k for k in range(11)) if server_memory(target, hw, n, length, concurrency).fits), None)
 
 
-def trainer_memory(target: TargetShape, d: DrafterShape, train: recipes.Train, hw: Hardware, dtype: str) -> Memory:
-    """Of one trainer process that holds the whole drafter: float32 weights, gradients and moments, the target's frozen tables, a batch."""
+def shards(d: DrafterShape, train: recipes.Train, hw: Hardware, processes: int) -> int:
+    """Processes that divide the drafter's state: all with `train.parallel` fsdp, or with auto where it would fill a quarter of a rank's memory."""
+    large = train.parallel == "auto" and _state(d, train) > hw.memory / 4
+    return processes if train.parallel == "fsdp" or large else 1
+
+
+def _state(d: DrafterShape, train: recipes.Train) -> float:
+    return d.trained * (16.0 if train.optimizer == "adamw" else 12.0)
+
+
+def trainer_memory(target: TargetShape, d: DrafterShape, train: recipes.Train, hw: Hardware, dtype: str, processes: int = 1) -> Memory:
+    """Of one trainer process: float32 weights, gradients and moments (or its shard of them), the target's frozen tables, a batch."""
     slots = float(min(train.anchors, train.batch_tokens) * d.block)
     frozen = 2 * d.head * (4.0 if dtype == "float32" else 2.0)
-    moments = 8.0 if train.optimizer == "adamw" else 4.0
     per_slot = d.layers * (6 * d.hidden + 4 * d.attention_width) + 3 * (d.slot / max(1, d.hidden))
     parts = {
-        "drafter and optimizer": d.trained * (8.0 + moments),
+        "drafter and optimizer": _state(d, train) / shards(d, train, hw, processes),
         "embedding and head": frozen,
         "states of the batch": train.batch_tokens * (d.captured + 1) * target.hidden * 4.0,
         "activations": slots * per_slot * 4.0,

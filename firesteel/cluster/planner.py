@@ -139,7 +139,7 @@ def make_plan(
         server_nodes=None if fewest is None else math.ceil(fewest / each),
         accelerators=spot.accelerators,
         server_memory=server_memory(target, server_hw, spot.accelerators, recipe.hidden.max_length, concurrency),
-        trainer_memory=trainer_memory(target, drafter, recipe.train, trainer_hw, recipe.target.dtype),
+        trainer_memory=trainer_memory(target, drafter, recipe.train, trainer_hw, recipe.target.dtype, processes),
         state_bytes=per_token,
         rates=rates,
         limits=limits,
@@ -215,7 +215,7 @@ def _notes(recipe: Recipe, target: TargetShape, length: int, tokens: float | Non
     if kinds[1] != CPU and precision == "bf16":
         notes.append("trainers are planned with products in bf16; on accelerators Firesteel's trainer has float32 products so far")
     if processes > 1:
-        notes.append(f"{processes} trainer processes, each with the whole drafter; train.parallel=fsdp shards it, which is not counted here")
+        notes.append(f"{processes} trainer processes; a drafter that is sharded (train.parallel) is counted in memory, not in time")
     return tuple(notes)
 
 

@@ -189,6 +189,10 @@ def test_muon_costs_more_than_adamw_and_gradients_cross_the_network() -> None:
     )
     memory = trainer_memory(target_shape(recipe), shape, recipe.train, GB300, "bfloat16")
     assert memory.parts["drafter and optimizer"] == 16 * shape.trained
+    sharded = recipe.train.model_copy(update={"parallel": "fsdp"})
+    assert trainer_memory(target_shape(recipe), shape, sharded, GB300, "bfloat16", 16).parts["drafter and optimizer"] == shape.trained
+    small = GB300.model_copy(update={"memory": 100e9})
+    assert trainer_memory(target_shape(recipe), shape, recipe.train, small, "bfloat16", 16).parts["drafter and optimizer"] == shape.trained, "auto"
 
 
 def test_formula_and_simulation_agree_where_chance_is_small() -> None:

@@ -13,6 +13,8 @@ from firesteel.errors import RecipeError
 
 # What a tokenizer shows for a character whose last bytes are still to come.
 _INCOMPLETE = "\ufffd"
+# Tokens behind the last whole character in which its successor must have come: a character has 4 bytes, a token at least one.
+_LONGEST = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class AnswerText:
             return True
         self._window.append(token)
         decoded = self._decode(self._window)
-        whole = decoded.rstrip(_INCOMPLETE)
+        # Bytes that so many tokens did not complete belong to no character: they show as they are, and the window stays short.
+        lost = len(self._window) - self._context > _LONGEST
+        whole = decoded if lost else decoded.rstrip(_INCOMPLETE)
         self._extend(whole[self._shown :])
         self._shown = max(self._shown, len(whole))
         if whole == decoded:

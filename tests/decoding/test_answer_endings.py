@@ -109,6 +109,23 @@ def test_characters_of_several_tokens_appear_when_they_are_whole():
     assert read([0, 6, 7, 8, 1], ["€b"])[0].text == "a"
 
 
+def test_bytes_that_never_become_a_character_are_not_decoded_again_and_again():
+    """A long run of them keeps the window short, and shows each byte once."""
+    widest = 0
+
+    def watched(tokens: Sequence[int]) -> str:
+        nonlocal widest
+        widest = max(widest, len(tokens))
+        return decode(tokens)
+
+    text = AnswerText(watched, ["END"])
+    run = [0, *[7] * 100, 1, 6, 7, 8]
+    for token in run:
+        text.add(token)
+    assert text.finish() == decode(run)
+    assert widest <= 20
+
+
 def test_tokenizers_that_swallow_the_first_space_are_read_right():
     words = [" one", " two", " three"]
     text = AnswerText(lambda tokens: "".join(words[t] for t in tokens).removeprefix(" "))

@@ -211,6 +211,13 @@ def test_failures_of_servers_show_in_the_simulation() -> None:
     assert "servers are down" in "\n".join(plan_lines(found))
 
 
+def test_a_group_with_one_server_stops_all_trainers_while_it_is_away() -> None:
+    own, all_servers = (
+        plan_of(load_recipe("kimi-k3-rack", [f"hidden.feed.groups={n}"]), load_hardware(), failures=3600.0, simulate=4 * 3600.0)[1] for n in (4, 1)
+    )
+    assert own.simulated_rate < 0.9 * all_servers.simulated_rate
+
+
 def test_time_follows_from_the_budget() -> None:
     recipe = load_recipe("kimi-k3-rack")
     assert plan(recipe).hours is None

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import typer
+from torch.distributed.run import get_args_parser
 
 from firesteel.cli.app import app
 from firesteel.package.convert.convert import OUT
 from firesteel.package.convert.fields import read_overrides
 from firesteel.recipe import load_recipe, recipe_from_dict
+from firesteel.stages.ranks import TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 VERBS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-_STARTS = ("make ", ".venv/bin/firesteel ", "firesteel ", "python benchmarks/")
+_STARTS = ("make ", ".venv/bin/firesteel ", "firesteel ", "python benchmarks/", "torchrun ")
 
 
 def commands() -> list[tuple[str, str]]:
@@ -38,6 +40,11 @@ def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
     if words[0] == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
         assert set(words[1:]) <= targets
+    elif words[0] == "torchrun":
+        at = words.index("-m")
+        get_args_parser().parse_args(words[1:])
+        assert words[at + 1] == "firesteel.cli.app"
+        assert words[at + 2] in TOGETHER
     elif words[0] == "python":
         script = ROOT / words[1]
         assert script.is_file()

@@ -15,11 +15,10 @@ from firesteel.drafters.attention import Attend, Path, make_attend, make_geometr
 from firesteel.drafters.config import SLIDING, DraftConfig
 from firesteel.drafters.heads import ConfidenceHead, MarkovHead
 from firesteel.drafters.init import init_random
-from firesteel.drafters.layers import DraftLayer, RMSNorm, check_layers
+from firesteel.drafters.layers import DraftLayer, Projection, RMSNorm, check_layers
 from firesteel.drafters.rope import Rope
 from firesteel.drafters.rows import TrainingRows
 from firesteel.errors import CheckpointError, RecipeError
-from firesteel.kernels.linear import linear
 
 
 class BlockDrafter(nn.Module):
@@ -40,7 +39,7 @@ class BlockDrafter(nn.Module):
         _check(config)
         self.config = config
         self.rope = Rope(config)
-        self.fc = nn.Linear(len(config.layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = Projection(len(config.layer_ids) * config.target_hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([self.layer_class(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -71,7 +70,7 @@ class BlockDrafter(nn.Module):
         dtype, g = self.fc.weight.dtype, batch.block_size
         positions = batch.position[batch.anchors][:, None] + torch.arange(g, device=batch.anchors.device)
         block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.context_position, dtype)
-        context = self.hidden_norm(linear(batch.context.to(dtype), self.fc.weight))
+        context = self.hidden_norm(self.fc(batch.context.to(dtype)))
         x = self.block_inputs(batch.token_ids[batch.anchors], embed, g)
         attends: dict[str, Attend] = {}
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):

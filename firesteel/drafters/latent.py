@@ -21,7 +21,7 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.heads import ConfidenceHead, MarkovHead
 from firesteel.drafters.init import init_random
 from firesteel.drafters.latent_format import check_latent, latent_sizes, softmax_correction
-from firesteel.drafters.layers import MLP, RMSNorm, Table
+from firesteel.drafters.layers import MLP, Projection, RMSNorm, Table
 from firesteel.drafters.rope import Rope, rotate
 from firesteel.drafters.rows import TrainingRows
 from firesteel.kernels.linear import linear
@@ -103,7 +103,7 @@ class LatentDrafter(nn.Module):
         check_latent(config)
         self.config = config
         self.rope = Rope(config)  # `head_dim` of the config is the rotated part
-        self.context_proj = nn.Linear(len(config.layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.context_proj = Projection(len(config.layer_ids) * config.target_hidden_size, config.hidden_size)
         self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([LatentLayer(config) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -131,7 +131,7 @@ class LatentDrafter(nn.Module):
         dtype, g = self.context_proj.weight.dtype, batch.block_size
         positions = batch.position[batch.anchors][:, None] + torch.arange(g, device=batch.anchors.device)
         block_table, context_table = self.rope.table(positions, dtype), self.rope.table(batch.context_position, dtype)
-        context = self.context_norm(linear(batch.context.to(dtype), self.context_proj.weight))
+        context = self.context_norm(self.context_proj(batch.context.to(dtype)))
         ids = batch.anchors.new_full((batch.anchors.shape[0], g), mask_token(self.config))
         ids[:, 0] = batch.token_ids[batch.anchors]
         x = F.embedding(ids, embed).to(dtype)

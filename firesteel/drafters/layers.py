@@ -47,17 +47,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Projection(nn.Linear):
+    """`x [..., k] -> [..., m]` by a matrix alone. Sharded training gathers the matrix around the call, so its weight must not be used elsewhere in it."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(F.silu(linear(x, self.gate_proj.weight)) * linear(x, self.up_proj.weight), self.down_proj.weight)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):

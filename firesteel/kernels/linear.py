@@ -26,18 +26,22 @@ from firesteel.errors import RecipeError
 
 SMALLEST = 1 << 18  # multiply-adds below which the dispatch itself would dominate
 
-_half = False
+_half = _lean = False
 
 
 @contextmanager
-def half_products(on: bool) -> Iterator[None]:
-    """Within, products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`."""
-    global _half
-    before, _half = _half, on
+def half_products(on: bool, *, lean: bool = False) -> Iterator[None]:
+    """Within, products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`.
+
+    Args:
+        lean: `linear` rounds weights again in the backward pass, to the same bits, and keeps no rounded copy of them till then.
+    """
+    global _half, _lean
+    before, _half, _lean = (_half, _lean), on, lean
     try:
         yield
     finally:
-        _half = before
+        _half, _lean = before
 
 
 @cache
@@ -100,9 +104,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         if _in_half(x, weight):
-            x, weight = x.bfloat16(), weight.bfloat16()
-            ctx.save_for_backward(x, weight)
-            return (x @ weight.T).float()
+            x, rounded = x.bfloat16(), weight.bfloat16()
+            ctx.save_for_backward(x, weight if _lean else rounded)
+            return (x @ rounded.T).float()
         ctx.save_for_backward(x, weight)
         return matmul_nt(x, weight)
 
@@ -112,7 +116,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight = ctx.needs_input_grad  # type: ignore[attr-defined]
         if x.dtype == torch.bfloat16:
-            grad = grad.bfloat16()
+            grad, weight = grad.bfloat16(), weight.bfloat16()
             return (grad @ weight).float() if needs_x else None, (grad.T @ x).float() if needs_weight else None
         grad = grad.contiguous()
         return matmul_nn(grad, weight) if needs_x else None, matmul_tn(grad, x) if needs_weight else None

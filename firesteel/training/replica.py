@@ -20,15 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters.latent import LatentLayer
-from firesteel.drafters.layers import DraftLayer
+from firesteel.drafters.layers import MLP, DraftLayer, Projection
 from firesteel.losses.types import LossResult, LossWeights
 from firesteel.training.parallel import World
 
 # The loss of a batch and confidence logits, by (batch, weights, denominator).
 Loss = Callable[[Batch, LossWeights, float | None], tuple[LossResult, Tensor | None]]
 
-# Layers that are only ever run through their forward pass, so that their parameters may come and go around it.
-_WHOLE = (DraftLayer, LatentLayer)
+# What is only ever run through its forward pass, so that its parameters may come and go around it: a part at a time where memory is short
+# and nothing overlaps anyway, a layer at a time where each gathering costs a launch.
+_PARTS, _LAYERS = (Projection, DraftLayer, LatentLayer), (MLP, DraftLayer, LatentLayer)
 
 
 def wants_shards(parallel: str, drafter: nn.Module, device: torch.device, world: World) -> bool:
@@ -71,8 +72,8 @@ class Replica:
         self.losses, self.sharded = LossModule(drafter, loss), sharded
         if sharded:
             mesh = init_device_mesh(device.type, (world.size,))
-            for module in list(drafter.modules()):
-                if isinstance(module, _WHOLE):
+            for module in reversed(list(drafter.modules())):  # parts before what they are parts of
+                if isinstance(module, _PARTS if device.type == "cpu" else _LAYERS):
                     fully_shard(module, mesh=mesh)
             # The root too is given back after its forward pass: outside of a step, parameters are always shards.
             fully_shard(self.losses, mesh=mesh, reshard_after_forward=True)
@@ -80,6 +81,8 @@ class Replica:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide by one
+                    if device.type == "cpu":  # where nothing is gained by gathering the next part ahead; its own is there already
+                        module.set_modules_to_backward_prefetch([module])
             self.module: Any = self.losses
         else:
             # A confidence head without a weight in the loss has no gradient on any rank, and then stays as it is.

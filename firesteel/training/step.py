@@ -154,7 +154,8 @@ def backward(job: TrainJob, batch: Batch, weights: LossWeights, denominator: flo
     """
     share = job.world.share
     batch = (batch if share is None else batch.divided(share)).to(job.device)
-    with half_products(wants_half(job.train.precision, job.device)):
+    sharded = job.replica is not None and job.replica.sharded
+    with half_products(wants_half(job.train.precision, job.device), lean=sharded):
         result, _ = loss_of(job, batch, weights, denominator, last=last)
         result.loss.backward()
     return result

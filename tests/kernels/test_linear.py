@@ -132,3 +132,17 @@ def test_precision_words():
     assert not wants_half("float32", cpu)
     assert wants_half("auto", cpu) == has_fast_half()
     assert not wants_half("auto", gpu)
+
+
+def test_lean_half_products_keep_no_rounded_weights_and_change_no_bit():
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(64, 96), torch.randn(80, 96), torch.randn(64, 80)
+    found = []
+    for lean in (False, True):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with half_products(True, lean=lean):
+            out = linear(a, b)
+            assert [t.dtype for t in out.grad_fn.next_functions[0][0].saved_tensors] == [torch.bfloat16, torch.float32 if lean else torch.bfloat16]
+            out.backward(grad)
+        found.append((out.detach(), a.grad, b.grad))
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))

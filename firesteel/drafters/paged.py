@@ -45,6 +45,7 @@ class PagedBlockDrafter:
         embed, head, draft_to_target, confidence_temperatures: as of `BlockSession`.
         max_length: positions that one sequence may have.
         blocks: in the cache, shared with the target's.
+        half: products in bfloat16. Drafts may differ where two tokens nearly tie; what is verified is still what was drawn from, so the text does not.
     """
 
     shares_prefix = True
@@ -60,6 +61,7 @@ class PagedBlockDrafter:
         max_length: int,
         blocks: int,
         confidence_temperatures: Sequence[float] | None = None,
+        half: bool = False,
     ) -> None:
         config = self.config = drafter.config
         if config.reduced_vocab and draft_to_target is None:
@@ -67,17 +69,17 @@ class PagedBlockDrafter:
         self.num_drafts, self.scratch = config.num_drafts, config.block_size
         self._first = 0 if config.sample_from_anchor else 1
         self._eps, self._group = config.rms_norm_eps, config.num_heads // config.num_kv_heads
-        self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight, rows=32), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
+        self._fc, self._hidden_norm, self._norm = PackedLinear(drafter.fc.weight, half=half), drafter.hidden_norm.weight.detach(), drafter.norm.weight.detach()
         modules = [layer for layer in drafter.layers if isinstance(layer, DraftLayer)]
-        self._layers = [PackedLayer(layer, kind == SLIDING) for layer, kind in zip(modules, config.layer_types, strict=True)]
-        self._context = [PackedLinear(torch.cat([m.self_attn.k_proj.weight, m.self_attn.v_proj.weight]), rows=32) for m in modules]
+        self._layers = [PackedLayer(layer, kind == SLIDING, half=half) for layer, kind in zip(modules, config.layer_types, strict=True)]
+        self._context = [PackedLinear(torch.cat([m.self_attn.k_proj.weight, m.self_attn.v_proj.weight]), half=half) for m in modules]
         cos, sin = drafter.rope.table(torch.arange(max_length + config.block_size), torch.float32)
         self._rotary = Rotary(cos.flatten(1).contiguous(), sin.flatten(1).contiguous())
         self._caches = make_caches(config.num_layers, blocks, config.num_kv_heads, config.head_dim, torch.device("cpu"))
         self._embed, self._draft_to_target = embed.detach(), draft_to_target
         self._mask = F.embedding(torch.tensor(mask_token(config)), self._embed).float()
         self._markov, self._confidence = drafter.markov_head, drafter.confidence_head
-        packed = head if isinstance(head, PackedLinear) else PackedLinear(head.float())
+        packed = head if isinstance(head, PackedLinear) else PackedLinear(head.float(), half=half)
         self._picker = TokenPicker(packed, drafter.markov_head, drafter.confidence_head, draft_to_target, confidence_temperatures)
         self._temperatures = torch.tensor(confidence_temperatures or [1.0] * config.num_drafts)
         self._w2: PackedLinear | None = None

@@ -27,17 +27,17 @@ Mask = tuple[int, Tensor | None]
 
 
 class PackedLayer:
-    """Packed weights of one layer; queries, keys and values in one product."""
+    """Packed weights of one layer; queries, keys and values in one product; `half`: products in bfloat16."""
 
-    def __init__(self, layer: DraftLayer, windowed: bool) -> None:
+    def __init__(self, layer: DraftLayer, windowed: bool, *, half: bool = False) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.windowed = windowed
         self.input_norm, self.mlp_norm = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
-        self.qkv = PackedLinear(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+        self.qkv = PackedLinear(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]), half=half)
         norms = [attention.q_norm.weight.expand(attention.heads, -1), attention.k_norm.weight.expand(attention.kv_heads, -1)]
         self.qk_norm = torch.cat(norms).detach()  # [H + Hkv, D]
-        self.out = PackedLinear(attention.o_proj.weight)
-        self.gate, self.up, self.down = (PackedLinear(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.out = PackedLinear(attention.o_proj.weight, half=half)
+        self.gate, self.up, self.down = (PackedLinear(p.weight, half=half) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 class BlockSession(OneSequence):

@@ -12,6 +12,7 @@ from firesteel.decoding.policies import FixedLength, LengthPolicy, StaticThresho
 from firesteel.drafters.paged import PagedBlockDrafter, runs_paged
 from firesteel.drafters.rows import BatchDrafter
 from firesteel.errors import RecipeError, TargetError
+from firesteel.kernels.linear import has_fast_half
 from firesteel.kernels.paged import BLOCK
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import FullVocabulary, Parts, package_parts
@@ -84,6 +85,7 @@ def _drafter(parts: Parts, target: BatchTarget, length: int, blocks: int) -> Bat
             max_length=length,
             blocks=blocks,
             confidence_temperatures=parts.temperatures,
+            half=has_fast_half(),
         )
     return SessionDrafter(FullVocabulary(parts.session(length)).fork, parts.config.num_drafts)
 

@@ -110,7 +110,7 @@ def run(arm: str, folder: Path, store: DiskStore, works: list[Work], size: Size,
         samples = SampleFeed(client.fetch, works, Roster(urls), recipes.Feed(), step_tokens=longest, check=check, finish=client.finish)
 
     def on_step(values: dict[str, Any]) -> None:
-        if "validation" not in values:
+        if "loss" in values:
             stamps.append(time.perf_counter())
             cpu.append(time.process_time())
             losses.append(values["loss"])

@@ -149,6 +149,29 @@ def test_a_full_disk_keeps_the_last_state_and_training_goes_on(tmp_path: Path, m
     assert [t["step"] for t in told if "done" in t] == [1, 2, 3, 4, 5, 6]
 
 
+def _full_on_one_rank(folder: Path) -> None:
+    world, told, writes = open_world(), [], []
+    real = dcp.FileSystemWriter.write_data
+
+    def write(self: dcp.FileSystemWriter, *args: Any) -> Any:
+        writes.append(1)
+        if world.rank == 1 and len(writes) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, *args)
+
+    dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    job = make_job(folder, "dspark", world, parallel="fsdp", max_steps=4, validate_every=1)  # every validation is followed by a state
+    job.on_step = told.append
+    assert train(job).progress.step == 4
+    assert any("No space left on device" in t.get("warning", "") for t in told)
+
+
+def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
+    """No half of a state is taken for one; nobody waits for the rank that failed."""
+    launch(2, _full_on_one_rank, tmp_path)
+    assert states(tmp_path) == ["000000001"]
+
+
 def test_a_save_that_never_ends_leaves_the_one_before(tmp_path: Path) -> None:
     """kill -9 while a state is written: the next start finds the last whole one, and sweeps the rest away."""
     script = tmp_path / "dies.py"

@@ -247,7 +247,7 @@ class Train(Section):
     epochs: float | None = Field(None, description="Passes over the data at most.", gt=0)
     batch_tokens: int = Field(2048, description="Tokens packed into a batch.", ge=16)
     anchors: int = Field(256, description="Anchor blocks per batch.", ge=1)
-    accumulate: int = Field(1, description="Batches per optimiser step.", ge=1)
+    accumulate: int = Field(1, description="Batches per optimiser step, of each process.", ge=1)
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices of the layers by Muon, tables and one-row heads by AdamW.")
     lr: float = Field(6e-4, description="Peak learning rate of AdamW.", gt=0)
     muon_lr: float = Field(0.02, description="Peak learning rate of Muon.", gt=0)

@@ -21,7 +21,7 @@ from firesteel.batches.share import Share
 from firesteel.errors import RecipeError
 
 T = TypeVar("T")
-_PATIENCE = timedelta(minutes=30)  # that a rank waits for another: a validation or a full feed takes long, a dead rank is torchrun's to notice
+_PATIENCE = timedelta(hours=2)  # that a rank waits for another: one may read all samples for the others; a dead rank is noticed at once
 _ABSENT = object()
 
 

@@ -26,6 +26,7 @@ from firesteel.errors import DataError, RecipeError
 Floats = NDArray[np.float64]
 Origin = Literal["measured", "interpolated", "extrapolated"]
 FORMAT_VERSION = 1
+_TABLE = 2048
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
@@ -68,7 +69,18 @@ class Curve:
         Between two measured sizes a straight line. Below the smallest, its own time. Beyond the largest, time in proportion to
         size: no gain from batching is assumed where none was measured, so that a guess there never invites a longer step.
         """
-        wanted = np.asarray(sizes, dtype=np.float64)
+        wanted = np.asarray(sizes)
+        if wanted.dtype.kind == "i" and wanted.size and 0 <= wanted.min() and wanted.max() < _TABLE:
+            found: Floats = self._table[wanted]
+            return found
+        return self._between(wanted.astype(np.float64))
+
+    @cached_property
+    def _table(self) -> Floats:
+        """Of the sizes that steps have: a scheduler asks several times a step."""
+        return self._between(np.arange(_TABLE, dtype=np.float64))
+
+    def _between(self, wanted: Floats) -> Floats:
         return np.interp(wanted, self.sizes, self.smooth) * np.maximum(1.0, wanted / self.sizes[-1])
 
     def origin(self, size: int) -> Origin:

@@ -70,7 +70,7 @@ class Curve:
         size: no gain from batching is assumed where none was measured, so that a guess there never invites a longer step.
         """
         wanted = np.asarray(sizes)
-        if wanted.dtype.kind == "i" and wanted.size and 0 <= wanted.min() and wanted.max() < _TABLE:
+        if wanted.dtype.kind == "i" and wanted.size and wanted.min() >= 0 and wanted.max() < _TABLE:
             found: Floats = self._table[wanted]
             return found
         return self._between(wanted.astype(np.float64))

@@ -61,7 +61,7 @@ class OneSequence:
             raise RecipeError(f"cannot rewind a session of {self.length} positions to {length}")
         if length == 0:
             self.base = 0
-        elif self._window is not None and length - self._window + 1 < self.base:
+        elif self._window is not None and max(0, length - self._window + 1) < self.base:
             raise RecipeError(f"cannot rewind to {length}: a window of {self._window} is kept up to position {self.base} only", mend="rewind to 0")
         self.length = length
 

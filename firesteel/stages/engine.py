@@ -25,11 +25,12 @@ _FLOAT = 4
 _FEWEST = 8  # blocks
 
 
-def open_engine(line: Line, package: Path | None) -> Engine:
+def open_engine(line: Line, package: Path | None, *, spare: int = 0) -> Engine:
     """The engine that `serve:` of the recipe describes.
 
     Args:
         package: an exported drafter; None decodes plainly.
+        spare: steps of at most this many tokens leave a core to others (see `PagedTarget`).
 
     Raises:
         CheckpointError: the folder is damaged, or its drafter belongs to another target.
@@ -46,7 +47,7 @@ def open_engine(line: Line, package: Path | None) -> Engine:
         )
     # Longer sequences than the cache holds could never be run.
     length = min(length, blocks * BLOCK)
-    target = _target(line, parts, length, blocks)
+    target = _target(line, parts, length, blocks, spare)
     drafter = None if parts is None else _drafter(parts, target, length, blocks)
     pool = BlockPool(blocks, BLOCK, share=target.shares_prefix and (drafter is None or drafter.shares_prefix))
     tokens = 0 if parts is None else _draft_tokens(line, parts)
@@ -63,11 +64,11 @@ def open_engine(line: Line, package: Path | None) -> Engine:
     return engine
 
 
-def _target(line: Line, parts: Parts | None, length: int, blocks: int) -> BatchTarget:
+def _target(line: Line, parts: Parts | None, length: int, blocks: int, spare: int) -> BatchTarget:
     layer_ids = () if parts is None else parts.config.layer_ids
     model = line.target.model
     try:
-        return PagedTarget(model, layer_ids, max_length=length, blocks=blocks)
+        return PagedTarget(model, layer_ids, max_length=length, blocks=blocks, spare=spare)
     except TargetError as e:
         line.screen.say(f"serve: requests take turns, a batch gains nothing ({e.message})")
         first = TargetSession(model, layer_ids or line.layer_ids, max_length=length)

@@ -23,6 +23,8 @@ from firesteel.stages.line import Line
 from firesteel.stages.serve import NAME, held_out
 
 _SECONDS = 60
+# Tokens of a step up to which memory bounds it, and a core is left to the server and its clients.
+_SPARE = 10
 
 
 def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None:
@@ -46,7 +48,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         return
     server = Server(settings.host, settings.port)
     try:
-        engine = open_engine(line, folder)
+        engine = open_engine(line, folder, spare=_SPARE)
     except BaseException:
         server.close()
         raise

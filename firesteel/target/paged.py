@@ -30,6 +30,8 @@ class PagedTarget:
         layer_ids: captured layers, as in `hidden_states`.
         max_length: positions that one sequence may have.
         blocks: of `BLOCK` positions each, in the cache.
+        spare: steps of at most this many tokens leave one core to others. They are bound by memory, which one core less reads as fast; and where
+            something else wants a core (a server, its clients), every product of a step that counts on all of them waits for the one it lost.
 
     Raises:
         TargetError: the model is not of that kind, or the results are not the model's own.
@@ -37,11 +39,12 @@ class PagedTarget:
 
     shares_prefix = True
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int, spare: int = 0) -> None:
         if why := lean_refusal(model, max_length):
             raise TargetError(f"this target cannot run batched: {why}", mend="it is served sequence by sequence")
         self._lean = lean = LeanDecoder(model, layer_ids, 1)
         self.layer_ids, self.max_length = lean.layer_ids, max_length
+        self._spare, self._threads = spare, torch.get_num_threads()
         cos, sin = decoder(model).rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
         half = lean.dim // 2
         self._rotary = Rotary(cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous(), interleaved=True)
@@ -51,6 +54,8 @@ class PagedTarget:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, spans: Sequence[Span], keep: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`tokens [N]`, the spans' one after another -> logits `[sum(keep), V]`, captured states `[N, m * d]`."""
+        if self._spare and self._threads > 1:
+            torch.set_num_threads(self._threads - (tokens.shape[0] <= self._spare))
         lean = self._lean
         plan = make_plan(spans, lean.heads // lean.kv_heads)
         x = F.embedding(tokens, lean.embedding.weight)

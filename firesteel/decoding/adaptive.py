@@ -23,6 +23,10 @@ Ints = NDArray[np.int64]
 
 # The scheduler's account holds, in steps whose drafts all fall, this much at first and this much at most.
 _BEGIN, _MOST = 5.0, 40.0
+# Steps for which a decision to draft for nobody stands.
+_PAUSE = 3
+# Drafts beyond those that are expected to pay.
+_AHEAD = 2
 # Shares that a round leaves of the weight of earlier ones: of a request the last 14 or so count, of all together the last thousand,
 # and of the ratio of measured to profiled seconds the last 50 steps.
 _KEEP_OWN, _KEEP_ALL, _KEEP_PACE = 0.93, 0.999, 0.98
@@ -68,21 +72,30 @@ class Scheduler:
         self._all: Floats | None = None  # tallies of all requests together: what a new one is expected to do
         self._account: float | None = None  # seconds; None until there is something to pay for
         self._put_by = 0.0  # seconds that may be spent on trials
-        self._pace = 1.0  # measured seconds of steps without drafts, as a multiple of the profile's
+        self._rest = self._resting = 0  # steps for which nothing is asked, with this many requests
+        # Measured seconds of steps without and with drafts, as multiples of the profile's: where memory is slow for a while, for one, many tokens
+        # cost hardly more than one.
+        self._pace = self._pace_drafting = 1.0
 
     def plan(self, requests: Sequence[Request]) -> list[int]:
         for r in requests:
             r.probing = False
+        if self._rest and self._resting == len(requests):
+            self._rest -= 1
+            return [0] * len(requests)
+        self._rest = 0
         rooms = np.array([r.room for r in requests], dtype=np.int64)
         if not rooms.any() or not self._could_pay(rooms):
-            return [0] * len(requests)
+            return self._pause(len(requests))
         expected = self._expected(requests, rooms)
         lengths = np.array(self._worth(expected))
         if not self._can_pay(lengths):
             lengths[:] = 0
         self._mark_trials(requests, lengths)
-        # All that fits is drafted: a block costs the same at any length, and `admit` chooses with confidences.
-        return [r.room if n or r.probing else 0 for r, n in zip(requests, lengths.tolist(), strict=True)]
+        if not lengths.any() and not any(r.probing for r in requests):
+            return self._pause(len(requests))
+        # Somewhat more than is expected to pay is drafted, and `admit` chooses with confidences.
+        return [r.room if r.probing else min(r.room, n + _AHEAD) if n else 0 for r, n in zip(requests, lengths.tolist(), strict=True)]
 
     def admit(self, requests: Sequence[Request], drafts: Sequence[Drafted]) -> list[int]:
         # A trial is verified in full, to learn the most; whether it is one was settled before it was drafted.
@@ -103,6 +116,8 @@ class Scheduler:
         profiled = self.costs.seconds([here, tokens - sum(trials), tokens], [0, drafting - len(trials), drafting])
         if not drafting and seconds is not None:
             self._pace = _KEEP_PACE * self._pace + (1 - _KEEP_PACE) * seconds / float(profiled[0])
+        elif drafting and seconds is not None:
+            self._pace_drafting = _KEEP_PACE * self._pace_drafting + (1 - _KEEP_PACE) * seconds / float(profiled[2])
         plain, untried, took = (self._pace * profiled).tolist()
         took = took if seconds is None else seconds
         if trials:
@@ -120,17 +135,26 @@ class Scheduler:
             new = add_rounds(np.zeros_like(own), n, k, said, believed, keep=0.0).sum(0)
             self._all = new + _KEEP_ALL ** len(drafted) * stacked([self._all], width)[0]
 
+    def _seconds(self, tokens: ArrayLike, drafting: ArrayLike) -> Floats:
+        """The profile's, as this machine keeps it now."""
+        return self.costs.seconds(tokens, drafting) * np.where(np.asarray(drafting) > 0, self._pace_drafting, self._pace)
+
+    def _pause(self, requests: int) -> list[int]:
+        """Nothing is drafted, and for some steps with as many requests it is not asked again: asking takes a share of a short step."""
+        self._rest, self._resting = _PAUSE, requests
+        return [0] * requests
+
     def _worth(self, expected: Floats) -> list[int]:
         """Expected lengths of the requests that are worth drafting for, such as `_admit` would leave them."""
-        chosen = np.array(worth_drafting(expected, self.costs.seconds, margin=self.margin))
+        chosen = np.array(worth_drafting(expected, self._seconds, margin=self.margin))
         drafting = int((chosen > 0).sum())
         if not drafting:
             return chosen.tolist()
         # An early stop may end before a stair of the costs that the search over all lengths has passed.
         left = np.where((chosen > 0)[:, None], expected, np.nan)
-        lengths = admit_early_stop(left, lambda tokens: 1.0 / self.costs.seconds(tokens, drafting))
+        lengths = admit_early_stop(left, lambda tokens: 1.0 / self._seconds(tokens, drafting))
         written = len(left) + float(left[np.arange(left.shape[1]) < np.array(lengths)[:, None]].sum())
-        plain, took = self.costs.seconds([len(left), len(left) + sum(lengths)], [0, drafting]).tolist()
+        plain, took = self._seconds([len(left), len(left) + sum(lengths)], [0, drafting]).tolist()
         return lengths if written * plain > len(left) * took * (1 + self.margin) else [0] * len(left)
 
     def _admit(self, survival: Floats, trials: int, drafting: int) -> list[int]:
@@ -141,7 +165,7 @@ class Scheduler:
         """Drafting would pay for some number of drafts if all of them stood; those of one request after another, which is cheapest."""
         drafting = np.concatenate([[0], np.repeat(np.arange(1, len(rooms) + 1), np.sort(rooms)[::-1])])
         tokens = len(rooms) + np.arange(len(drafting))
-        rate = tokens / self.costs.seconds(tokens, drafting)
+        rate = tokens / self._seconds(tokens, drafting)
         return bool(rate.max() > rate[0] * (1 + self.margin))
 
     def _can_pay(self, lengths: Ints) -> bool:
@@ -152,7 +176,7 @@ class Scheduler:
             least = took - plain
             self._account = _BEGIN * least if self._account is None else min(self._account, _MOST * least)
         if self._account is not None:
-            self._account += self.probe * plain
+            self._account += self.probe * plain * (1 if drafting else 1 + _PAUSE)
         return self._account is not None and self._account >= took - plain
 
     def _mark_trials(self, requests: Sequence[Request], lengths: Ints) -> None:
@@ -163,7 +187,7 @@ class Scheduler:
             now, then = self.costs.seconds([tokens, tokens + r.room], [drafting, drafting + 1]).tolist()
             if number == 0:
                 # No more is put by than the first of them costs, and a little for others that hardly add to it (on a stair of the costs).
-                left = self._put_by = min(self._put_by + self.probe * now, 1.1 * (then - now))
+                left = self._put_by = min(self._put_by + self.probe * now * (1 + _PAUSE * (drafting == 0)), 1.1 * (then - now))
             if left < then - now:
                 return
             left -= then - now
@@ -218,7 +242,7 @@ class AsynchronousScheduler(Scheduler):
         return counts
 
     def _worth(self, expected: Floats) -> list[int]:
-        return worth_drafting(expected, self.costs.seconds, margin=self.margin)
+        return worth_drafting(expected, self._seconds, margin=self.margin)
 
     def _admit(self, survival: Floats, trials: int, drafting: int) -> list[int]:
         capacity = self._earlier[0] if len(self._earlier) == 2 else self._expected_capacity

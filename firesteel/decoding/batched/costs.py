@@ -55,11 +55,14 @@ def measure_batch_profile(
             return Profile(step)
         seen = torch.zeros(requests * round_, aux.shape[1], dtype=aux.dtype)
 
+        # What the schedulers ask for is seldom all that there can be.
+        usual = (draft_tokens + 1) // 2
+
         def propose(count: int) -> None:
             spans = [Span(-1 - i, table, context, 0) for i, table in enumerate(tables[:count])]
-            drafter.draft([Want(span, 0, draft_tokens, 0.0, None) for span in spans])
+            drafter.draft([Want(span, 0, usual, 0.0, None) for span in spans])
             # Of a round, as many positions are observed as it can add.
-            rows = count * round_
+            rows = count * (usual + 1)
             drafter.observe(torch.zeros(rows, dtype=torch.long), _spread(tables[:count], context, rows), seen[:rows])
             if not drafter.shares_prefix:  # sessions go back to where they were
                 for i in range(count):

@@ -85,12 +85,16 @@ def verify_tokens(
     if rejection not in ("token", "block"):
         raise RecipeError(f"rejection={rejection!r} is not a rule of verification", mend="choose token or block")
     if sampling.greedy:
-        chosen: list[int] = target_logits.argmax(-1).tolist()
-        accepted = next((k for k in range(n) if draft_tokens[k] != chosen[k]), n)
-        return Verdict(accepted, chosen[accepted])
+        return verify_greedy(draft_tokens, target_logits.argmax(-1).tolist())
     probs = distributions(target_logits, sampling)
     drafts = _one_hot(probs, draft_tokens) if draft_probs is None else draft_probs
     return (_by_token if rejection == "token" else _by_block)(draft_tokens, drafts, probs, chance)
+
+
+def verify_greedy(draft_tokens: Sequence[int], chosen: Sequence[int]) -> Verdict:
+    """The verdict at temperature 0, from n drafts and the `n + 1` tokens that the target would choose."""
+    accepted = next((k for k, token in enumerate(draft_tokens) if token != chosen[k]), len(draft_tokens))
+    return Verdict(accepted, chosen[accepted])
 
 
 def verified_length(confidences: Sequence[float], threshold: float) -> int:

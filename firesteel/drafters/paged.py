@@ -18,8 +18,8 @@ from firesteel.drafters.config import SLIDING
 from firesteel.drafters.layers import DraftLayer
 from firesteel.drafters.pick import TokenPicker
 from firesteel.drafters.rows import Draft, Want
+from firesteel.drafters.sequence import check_tables, over_target
 from firesteel.drafters.session import PackedLayer
-from firesteel.errors import RecipeError
 from firesteel.kernels.packed import PackedLinear
 from firesteel.kernels.paged import Plan, Rotary, attend, make_caches, make_plan, rotate_and_store
 from firesteel.kernels.spans import Span
@@ -64,8 +64,7 @@ class PagedBlockDrafter:
         half: bool = False,
     ) -> None:
         config = self.config = drafter.config
-        if config.reduced_vocab and draft_to_target is None:
-            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
+        check_tables(config, draft_to_target, confidence_temperatures)
         self.num_drafts, self.scratch = config.num_drafts, config.block_size
         self._first = 0 if config.sample_from_anchor else 1
         self._eps, self._group = config.rms_norm_eps, config.num_heads // config.num_kv_heads
@@ -129,7 +128,9 @@ class PagedBlockDrafter:
 
     def _alone(self, z: Tensor, want: Want) -> Draft:
         picked = self._picker.pick(z, want.anchor, want.temperature, want.generator)
-        return Draft(picked.tokens, None if picked.probs is None else self._expand(picked.probs), picked.confidences)
+        return Draft(
+            picked.tokens, None if picked.probs is None else over_target(picked.probs, self._draft_to_target, self.config.vocab_size), picked.confidences
+        )
 
     def _walk(self, z: Tensor, wants: Sequence[Want]) -> list[Draft]:
         """Greedy tokens of several blocks `z [R, g, h]`, slot after slot for all of them."""
@@ -162,9 +163,3 @@ class PagedBlockDrafter:
         e = self._markov.embed(previous) if self._confidence.with_markov and self._markov is not None else None
         rows: list[list[float]] = (self._confidence(z, e) / self._temperatures[: z.shape[1]]).sigmoid().tolist()
         return rows
-
-    def _expand(self, probs: Tensor) -> Tensor:
-        """`[n, V_d]` -> `[n, V]`."""
-        if self._draft_to_target is None:
-            return probs
-        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self._draft_to_target, probs)

@@ -31,12 +31,7 @@ class OneSequence:
     def __init__(
         self, config: DraftConfig, device: torch.device, draft_to_target: Tensor | None, max_length: int, temperatures: Sequence[float] | None
     ) -> None:
-        if config.reduced_vocab and draft_to_target is None:
-            raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
-        if draft_to_target is not None and draft_to_target.shape != (config.draft_vocab_size,):
-            raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {config.draft_vocab_size}")
-        if temperatures is not None and len(temperatures) != config.num_drafts:
-            raise RecipeError(f"{len(temperatures)} confidence temperatures for {config.num_drafts} drafted positions", mend="calibrate this drafter again")
+        check_tables(config, draft_to_target, temperatures)
         self.config, self.device, self.max_length, self.length = config, device, max_length, 0
         self.base = 0  # first position that is still kept
         self._window: int | None = None  # positions that a draft looks back at most; None: all
@@ -67,9 +62,7 @@ class OneSequence:
 
     def expand(self, probs: Tensor) -> Tensor:
         """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
-        if self.draft_to_target is None:
-            return probs
-        return probs.new_zeros(probs.shape[0], self.config.vocab_size).index_copy_(1, self.draft_to_target, probs)
+        return over_target(probs, self.draft_to_target, self.config.vocab_size)
 
     def begin_observing(self, count: int) -> tuple[int, int]:
         """First and end of the next `count` positions that have to be kept, for which, and a block behind them, there is room.
@@ -118,6 +111,27 @@ class OneSequence:
             new = old.new_empty(*old.shape[:axis], self._room, *old.shape[axis + 1 :])
             new.narrow(axis, 0, held).copy_(old.narrow(axis, 0, held))
             setattr(self, name, new)
+
+
+def check_tables(config: DraftConfig, draft_to_target: Tensor | None, temperatures: Sequence[float] | None) -> None:
+    """Refuse tables that do not fit the drafter.
+
+    Raises:
+        RecipeError: they do not.
+    """
+    if config.reduced_vocab and draft_to_target is None:
+        raise RecipeError("a drafter with a reduced vocabulary needs draft_to_target", mend="pass the target id of each draft id (id + d2t[id])")
+    if draft_to_target is not None and draft_to_target.shape != (config.draft_vocab_size,):
+        raise RecipeError(f"draft_to_target has {list(draft_to_target.shape)} entries for a draft vocabulary of {config.draft_vocab_size}")
+    if temperatures is not None and len(temperatures) != config.num_drafts:
+        raise RecipeError(f"{len(temperatures)} confidence temperatures for {config.num_drafts} drafted positions", mend="calibrate this drafter again")
+
+
+def over_target(probs: Tensor, draft_to_target: Tensor | None, vocab_size: int) -> Tensor:
+    """`[n, V_d]` over the draft vocabulary -> `[n, V]` over the target's (the same tensor where they are one)."""
+    if draft_to_target is None:
+        return probs
+    return probs.new_zeros(probs.shape[0], vocab_size).index_copy_(1, draft_to_target, probs)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> int:

@@ -12,10 +12,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from firesteel.kernels.native import load
+from firesteel.kernels.native import EXP, load
 
 BLOCK = 16
-SOURCE = r"""
+SOURCE = (
+    EXP
+    + r"""
 #include <math.h>
 #include <string.h>
 #include <stdlib.h>
@@ -24,23 +26,6 @@ SOURCE = r"""
 #define MAX_DIM 256
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-
-static inline float e(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  union { int i; float f; } two;
-  two.i = ((int)n + 127) << 23;
-  return p * two.f;
-}
 
 static void turn(float *x, const float *cos, const float *sin, const float *norm, float eps, long d, int stride, int offset) {
   if (norm) {
@@ -151,6 +136,7 @@ void attend(const float *x, float *out, long queries, long heads, long d, long t
   }
 }
 """
+)
 ROWS, MAX_DIM = 24, 256
 
 

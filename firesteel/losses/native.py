@@ -10,30 +10,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from firesteel.kernels.native import load
+from firesteel.kernels.native import EXP, load
 
-SOURCE = r"""
+SOURCE = (
+    EXP
+    + r"""
 #include <math.h>
 #define BLOCK 512
 
-/* e^x within 2 ulp for -87 <= x <= 88: x = n ln 2 + r, Taylor in r, 2^n by the exponent bits; written so that compilers vectorise it */
-static inline float e(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  union { int i; float f; } two;
-  two.i = ((int)n + 127) << 23;
-  return p * two.f;
-}
 static inline float cap_of(float x, float cap) { return cap * (1.0f - 2.0f / (e(2.0f / cap * x) + 1.0f)); }
 static inline long end(long b, long v) { return b + BLOCK < v ? b + BLOCK : v; }
 
@@ -152,6 +136,7 @@ void finish(float *x, const float *norm, const float *top, const long long *plac
   }
 }
 """
+)
 
 
 def usable(x: Tensor, jsd: bool) -> bool:

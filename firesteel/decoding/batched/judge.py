@@ -10,7 +10,7 @@ from torch import Tensor
 from firesteel.decoding.batched.protocol import Ask, Finish, Piece
 from firesteel.decoding.logprobs import TokenLogprob, token_logprobs
 from firesteel.decoding.sampling import Chance, distributions
-from firesteel.decoding.verify import Rejection, Verdict, verify_tokens
+from firesteel.decoding.verify import Rejection, Verdict, verify_greedy, verify_tokens
 from firesteel.drafters.rows import Draft
 
 
@@ -48,15 +48,10 @@ def judge(cases: Sequence[Case], logits: Tensor, rejection: Rejection) -> list[t
         if not case.keep:
             found.append(None)
             continue
-        verdict = _greedy(case.drafts, best[begin:end]) if case.ask.sampling.greedy else _sampled(case, rows, rejection)
+        verdict = verify_greedy(case.drafts, best[begin:end]) if case.ask.sampling.greedy else _sampled(case, rows, rejection)
         found.append((verdict, _piece(case, verdict, rows)))
         begin = end
     return found
-
-
-def _greedy(drafts: Sequence[int], chosen: Sequence[int]) -> Verdict:
-    stands = next((k for k, token in enumerate(drafts) if token != chosen[k]), len(drafts))
-    return Verdict(stands, chosen[stands])
 
 
 def _sampled(case: Case, rows: Tensor, rejection: Rejection) -> Verdict:

@@ -6,8 +6,8 @@ What goes wrong is told apart by the exception that `ask` raises:
   A job has `retries` of these, and of the last 200 answers no more than `bad_share` may be bad.
 - `RecipeError`: this endpoint will never answer (it serves another model). It is left out; when all are, the pool stops.
 - anything else, a timeout too: the endpoint failed. It rests, twice as long each time in a row, then one job tries it. Such
-  a failure counts against the job only if others were answered since its last one: an outage of everything is no job's
-  fault, and has a budget of its own (`outage`, seconds without a usable answer).
+  a failure counts against the job only if the endpoint was well when it got the job, and others were answered since the
+  job's last failure: an outage is no job's fault, and has a budget of its own (`outage`, seconds without a usable answer).
 
 A request that takes `late_factor` times as long as is usual is given to another endpoint as well; the first answer
 counts, and the late endpoint gets nothing new until it has answered. Nothing is cancelled before its timeout, because
@@ -58,7 +58,8 @@ class _Job(Generic[J, R]):
     future: asyncio.Future[R]
     flying: int = 0
     queued: bool = True
-    failures: int = 0
+    failures: int = 0  # that count against it
+    tries: int = 0  # failed requests, whoever's fault
     seen: int = -1  # answers of the pool at its last failure
 
 
@@ -67,6 +68,7 @@ class _Flight(Generic[J, R]):
     endpoint: Endpoint
     job: _Job[J, R]
     started: float
+    trial: bool  # the endpoint had failed, and this was to show whether it is back
     late: bool = False
     landed: bool = False
 
@@ -165,13 +167,15 @@ class Pool(Generic[J, R]):
             free = [e for e in self._endpoints.values() if e.room(now, most)]
             if not free:
                 return
-            # One that must prove itself goes first, with the job that can wait longest; else whoever is least busy.
+            # One that must prove itself goes first; else whoever is least busy.
             endpoint = min(free, key=lambda e: (not e.failures, e.flying))
-            job = self._queue.pop(-1 if endpoint.failures else 0)
+            # Its trial is the job that failed least, so that one job that kills servers does not keep them down; of these, the one that can wait longest.
+            job = min(self._queue, key=lambda j: (j.tries, -j.order)) if endpoint.failures else self._queue[0]
+            self._queue.remove(job)
             job.queued = False
             job.flying += 1
             endpoint.flying += 1
-            flight = _Flight(endpoint, job, now)
+            flight = _Flight(endpoint, job, now, bool(endpoint.failures))
             task = self._loop.create_task(self._request(flight))
             self._flights[task] = flight
             task.add_done_callback(self._ended)
@@ -196,7 +200,7 @@ class Pool(Generic[J, R]):
         if error is None:
             self._answered(endpoint, job, answer, self._loop.time() - flight.started)
         else:
-            self._failed(endpoint, job, error, flight.started)
+            self._failed(flight, error)
         self._kick()
 
     def _answered(self, endpoint: Endpoint, job: _Job[J, R], answer: R, seconds: float) -> None:
@@ -210,8 +214,10 @@ class Pool(Generic[J, R]):
         else:
             job.future.set_result(answer)
 
-    def _failed(self, endpoint: Endpoint, job: _Job[J, R], error: Exception, started: float) -> None:
+    def _failed(self, flight: _Flight[J, R], error: Exception) -> None:
+        endpoint, job, started = flight.endpoint, flight.job, flight.started
         now, s = self._loop.time(), self.settings
+        job.tries += 1
         text = _words(error, s.timeout)
         self._last_error = f"{endpoint.url}: {text}"
         if isinstance(error, HiddenStateError | DataError):
@@ -228,7 +234,7 @@ class Pool(Generic[J, R]):
         else:
             self.counts.faults += 1
             endpoint.failed(now, started, text, s.backoff, s.backoff_max)
-            if self.counts.answers > job.seen:
+            if self.counts.answers > job.seen and not flight.trial:
                 job.failures += 1
             job.seen = self.counts.answers
         if endpoint.rest_until > now:

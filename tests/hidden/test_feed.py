@@ -135,6 +135,13 @@ def test_a_used_up_budget_stops_with_the_last_error(servers: Servers, settings: 
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
+def test_trials_of_a_dead_endpoint_use_up_no_sample() -> None:
+    servers = Servers(seconds=0.02, broken={"dead": "refuse"})
+    with make_feed(servers, ["slow", "dead"], quick(retries=1, concurrency=1, backoff=0.001, backoff_max=0.002)) as feed:
+        assert keys(feed, 0, 20) == wanted(0, 20)
+    assert sum(endpoint == "dead" for endpoint, _ in servers.asked) > 20
+
+
 def test_an_endpoint_with_a_wrong_setting_is_left_out_and_all_of_them_stop() -> None:
     servers = Servers()
 

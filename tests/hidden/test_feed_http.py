@@ -112,7 +112,7 @@ def test_a_server_that_is_out_of_order_is_named(servers: list[Running]) -> None:
     for s in servers:
         s.fake.status = 503
     client = HttpSamples()
-    feed = SampleFeed(client.fetch, WORKS, Roster([servers[0].url]), quick(outage=1.5), step_tokens=60, check=check, finish=client.finish)
+    feed = SampleFeed(client.fetch, WORKS, Roster([servers[0].url]), quick(outage=6.0), step_tokens=60, check=check, finish=client.finish)
     with feed, pytest.raises(TargetError, match="503") as e:
         feed.take(0, lambda b: [b])
     assert servers[0].url in str(e.value)

@@ -43,6 +43,7 @@ from firesteel.recipe_sections import (  # noqa: F401 - others take them from he
     Train,
     Vllm,
 )
+from firesteel.recipe_watch import Watch
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
 
@@ -58,6 +59,7 @@ class Recipe(Section):
     drafter: Drafter = Field(default_factory=Drafter, description="The drafter's shape.")
     loss: Loss = Field(default_factory=Loss, description="What the drafter minimises.")
     train: Train = Field(default_factory=Train, description="How the drafter is trained.")
+    watch: Watch = Field(default_factory=Watch, description="What an unattended run does about trouble (docs/watching.md).")
     calibrate: Calibrate = Field(default_factory=Calibrate, description="How confidences are calibrated.")
     package: Package = Field(default_factory=Package, description="How the checkpoint is exported and proven.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured and reported.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +116,24 @@ def endpoints(
 ) -> None:
     """The servers that a run takes hidden states from; add and remove them while it trains."""
     _call("firesteel.stages.endpoints", "run", load_recipe(recipe, []), action, url, typer.echo)
+
+
+@app.command()
+def status(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    every: Annotated[float | None, typer.Option(help="Print it again and again, after so many seconds, until Ctrl-C.")] = None,
+) -> None:
+    """Where a run stands: stages, training by process, servers, alarms. Reads the run's folder, from any machine that sees it."""
+    settings = load_recipe(recipe, overrides or [])
+    while True:
+        _call("firesteel.stages.status", "run", settings, as_json, typer.echo)
+        if every is None:
+            break
+        time.sleep(every)
+        if not as_json:
+            typer.echo()
 
 
 @app.command()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
+
+_SPAN = 30.0  # seconds over which an endpoint's speed is taken
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Endpoint:
     faults: int = 0
     bad: int = 0
     error: str = ""
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))  # when, tokens
     _failed_at: float = -1.0
     _bad_in_a_row: int = 0
 
@@ -40,9 +44,10 @@ class Endpoint:
             return 0
         return max(0, (1 if self.failures else concurrency) - self.flying)
 
-    def answered(self) -> None:
-        """A usable answer: it is in full use again."""
+    def answered(self, now: float, size: int) -> None:
+        """A usable answer of so many tokens: it is in full use again."""
         self.answers += 1
+        self._recent.append((now, size))
         self.failures = self._bad_in_a_row = 0
         self.rest_until = 0.0
 
@@ -69,10 +74,17 @@ class Endpoint:
             return "resting"
         return "trying" if self.failures else "up"
 
+    def speed(self, now: float) -> float:
+        """Tokens a second that it gave of late."""
+        times = [(at, size) for at, size in list(self._recent) if now - at < _SPAN]
+        # A full queue, or a young endpoint, knows less than the span.
+        span = _SPAN if len(times) < len(self._recent) else now - times[0][0] if times else 0.0
+        return sum(size for _, size in times) / span if span > 0 else 0.0
+
     def row(self, now: float) -> dict[str, Any]:
         """What a list of endpoints shows."""
         facts = {"url": self.url, "state": self.state(now), "flying": self.flying, "answers": self.answers, "faults": self.faults, "bad": self.bad}
-        return {**facts, "error": self.refused or self.error}
+        return {**facts, "tokens_per_second": round(self.speed(now), 1), "error": self.refused or self.error}
 
     def _rest(self, now: float, started: float, error: str, first: float, longest: float) -> None:
         self.error = error

@@ -141,9 +141,9 @@ class Pool(Generic[J, R]):
         return job.future
 
     def rows(self) -> list[dict[str, Any]]:
-        """The endpoints and how they do."""
+        """The endpoints and how they do. May be asked from any thread."""
         now = self._loop.time()
-        return [e.row(now) for e in self._endpoints.values()]
+        return [e.row(now) for e in list(self._endpoints.values())]
 
     def fail(self, error: Exception) -> None:
         """Stop: everyone who waits gets this error, and everyone who asks."""
@@ -204,10 +204,10 @@ class Pool(Generic[J, R]):
         self._kick()
 
     def _answered(self, endpoint: Endpoint, job: _Job[J, R], answer: R, seconds: float) -> None:
-        self._answered_at = self._loop.time()
+        self._answered_at = now = self._loop.time()
         self._paces.append((seconds, seconds / max(1, job.size)))
         self._verdicts.append(False)
-        endpoint.answered()
+        endpoint.answered(now, job.size)
         self.counts.answers += 1
         if job.future.done():
             self.counts.twice += 1

@@ -115,6 +115,15 @@ class SampleFeed:
         peak = 0 if self._window is None else self._window.peak
         return {**{f"feed_{name}": count for name, count in asdict(self._pool.counts).items()}, "feed_peak_tokens": peak}
 
+    def endpoints(self) -> list[dict[str, Any]]:
+        """The endpoints and how they do, see `endpoints.pool.Pool.rows`; none before the first `take`."""
+        return self._pool.rows() if self._running.is_set() else []
+
+    @property
+    def held(self) -> int:
+        """Tokens that are here, or asked for."""
+        return 0 if self._window is None else self._window.held
+
     def close(self) -> None:
         """End the thread and everything under way in it. May be called twice."""
         if self._thread is not None and not self._closed and self._loop is not None:

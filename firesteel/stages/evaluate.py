@@ -39,7 +39,7 @@ from firesteel.stages.configure import algorithms
 from firesteel.stages.line import Line
 from firesteel.stages.prompts import spread
 from firesteel.stages.runtime import Runtime, open_package, open_trained
-from firesteel.training.metrics import read_metrics
+from firesteel.training.metrics import METRICS, read_metrics
 
 NAME = "evaluate"
 _REQUESTS, _SPEEDS, _MAIN = "requests.jsonl", "speeds.jsonl", ""
@@ -271,7 +271,7 @@ def _calibration(artifact: Artifact) -> Calibration | None:
 
 def _training(artifact: Artifact) -> Training:
     about = artifact.manifest.about
-    points = [r for r in read_metrics(artifact / "metrics.jsonl") if r["kind"] == "validation"]
+    points = [r for r in read_metrics(artifact / METRICS) if r["kind"] == "validation"]
     return Training(
         steps=about["steps"],
         seconds=about["train_seconds"],

@@ -28,8 +28,10 @@ from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
+from firesteel.training.journal import JOURNAL, journal
 from firesteel.training.loop import run_validation, train
 from firesteel.training.replica import load_whole_state
+from firesteel.training.status import STATUS
 from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
@@ -114,6 +116,7 @@ def make_job(
         line.target.spec.eos_ids,
         on_step,
         line.world,
+        watch=recipe.watch,
     )
 
 
@@ -141,7 +144,7 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str, counts: Callable[[], 
         "target": prompts_stage.target_settings(line),
     }
     name = artifact_name(line, algorithm)
-    return line.stage(name, settings, {"hidden": hidden.manifest.content}, lambda writer: _make(line, writer, hidden, algorithm, counts), drop=(STATE,))
+    return line.stage(name, settings, {"hidden": hidden.manifest.content}, lambda writer: _make(line, writer, hidden, algorithm, counts), drop=(STATE, STATUS))
 
 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, counts: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -154,8 +157,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
         def on_step(values: dict[str, Any]) -> None:
-            if "warning" in values:
-                line.screen.warn(f"{algorithm}: {values['warning']}")
+            if "alarm" in values:
+                line.screen.warn(f"{algorithm}: {values['alarm']}")
             elif "validation" in values:
                 line.screen.say(f"{algorithm}: step {values['step']}: validation acceptance length {values['validation']:.3f} (best {values['best']:.3f})")
             else:
@@ -181,6 +184,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
     if line.world.first:
         write_atomic(writer / _CONFIG, json.dumps(config.to_dict()))
         write_atomic(writer / _VOCAB, json.dumps(None if vocab is None else vocab.target_ids.tolist()))
+        write_atomic(writer / JOURNAL, journal(writer.path, f"{algorithm} of {recipe.name}"))
     assert (writer / BEST).is_file(), "a finished run has validated at least once"
     return {
         "algorithm": algorithm,
@@ -189,6 +193,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
         "epochs": job.source.epoch_of(result.progress.batch),
         "train_seconds": result.progress.seconds,
         "skipped_steps": result.progress.skipped,
+        "spiked_steps": result.progress.spiked,
+        "returns": result.progress.returns,
         "stopped_by": result.stopped_by,
         "processes": line.world.size,
         "saving_seconds": result.saving,

@@ -2,7 +2,8 @@
 
 A state is a folder `state/STEP` of torch.distributed.checkpoint files, in which every rank writes its part, and `facts.json`. It is made as
 `STEP.tmp` and renamed when all of it is on disk, and only then is the one before deleted: whatever happens in between, one whole state is
-there. Shards are put together anew at loading, so a state may be resumed by another number of processes, spread in another way.
+there. The state of the best validation is kept beside the newest, to go back to. Shards are put together anew at loading, so a state may be
+resumed by another number of processes, spread in another way.
 
 Saving goes on beside training. A thread copies parameters and optimizer state while the next step's gradients are computed, which leaves them
 alone; only the optimizer waits until the copy is whole.
@@ -16,7 +17,7 @@ import shutil
 import threading
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ class Progress:
         since_best: validations since then.
         skipped: steps skipped for non-finite values.
         last_validation: the step last validated at.
+        spiked: steps skipped for a loss far above the usual.
+        returns: times that training went back to its last good state.
+        rate: what learning rates are multiplied by since then.
+        losses, troubles: of the last steps, the losses of those taken and the numbers of those skipped (`training.guards`).
     """
 
     step: int = 0
@@ -64,6 +69,11 @@ class Progress:
     since_best: int = 0
     skipped: int = 0
     last_validation: int = -1
+    spiked: int = 0
+    returns: int = 0
+    rate: float = 1.0
+    losses: list[float] = field(default_factory=list)
+    troubles: list[int] = field(default_factory=list)
 
 
 class Saver:
@@ -76,11 +86,12 @@ class Saver:
     Attributes:
         held: seconds that saving has kept training waiting.
         saves: states begun.
+        at: the step of the last state that is whole on disk (rank 0), -1 without one.
     """
 
     def __init__(self, folder: Path, drafter: nn.Module, optimizers: Optimizers, world: World, settings: dict[str, Any]) -> None:
         self.folder, self.drafter, self.optimizers, self.world, self.settings = folder / STATE, drafter, optimizers, world, settings
-        self.held, self.saves = 0.0, 0
+        self.held, self.saves, self.at = 0.0, 0, -1
         # The thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
@@ -93,13 +104,22 @@ class Saver:
         """Whether this rank is still saving."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, progress: Progress) -> None:
-        """Save how things stand now, beside what comes next; before the optimizer's next step `let_copy` must be called."""
+    @property
+    def size(self) -> int:
+        """Bytes of a state, all ranks' parts together, about: parameters and two momenta."""
+        return 3 * sum(p.numel() * p.element_size() for p in self.drafter.parameters())
+
+    def begin(self, progress: Progress, *, good: bool = False) -> None:
+        """Save how things stand now, beside what comes next; before the optimizer's next step `let_copy` must be called.
+
+        Args:
+            good: it is a state to go back to, and stays until there is another such.
+        """
         started = time.monotonic()
         self.finish()
         tensors = _tensors(self.drafter, self.optimizers)
         random = torch.get_rng_state()
-        facts = {"progress": asdict(progress), "settings": self.settings, "processes": self.world.size}
+        facts = {"progress": asdict(progress), "settings": self.settings, "processes": self.world.size, "good": good}
         name = f"{progress.step:09d}"
         self._name = f"{self._name}+" if self._name.startswith(name) else name  # a second one of a step must not be in the way of the first
         self.saves += 1
@@ -128,7 +148,7 @@ class Saver:
             return None
         causes = [e for e, _ in getattr(found, "failures", {}).values()] or [found]
         full = next((e for e in causes if isinstance(e, OSError)), None)
-        return f"no checkpoint of this state: {disk_error(full, self.folder).message if full else causes[0]}; the last one is kept and training goes on"
+        return f"no checkpoint of this state: {disk_error(full, self.folder).message if full else causes[0]}; the last one is kept"
 
     def load(self) -> Progress:
         """Fill drafter and optimizers from the newest state, if there is one.
@@ -144,11 +164,33 @@ class Saver:
             self._check(path, facts["settings"])
             self._fill(path)
             self._name = path.name
-            return Progress(**facts["progress"])
+            progress = Progress(**facts["progress"])
+            self.at = progress.step
+            return progress
         except ArtifactError:
             raise
         except (Exception, dcp.api.CheckpointException) as e:  # what is damaged can raise anything
             raise ArtifactError(f"the training state {path} is corrupt: {e}", mend=f"delete {path} to train from the start") from None
+
+    def go_back(self) -> int | None:
+        """Fill drafter and optimizers from the newest good state, which is a collective; its step, or None where there is none.
+
+        Raises:
+            ArtifactError: the state is damaged.
+        """
+        self.finish()
+        path = self.world.tell(self._good() if self.world.first else None)
+        if path is None:
+            return None
+        try:
+            self._fill(path)
+            return int(json.loads((path / _FACTS).read_text())["progress"]["step"])
+        except (Exception, dcp.api.CheckpointException) as e:
+            raise ArtifactError(f"the training state {path} is corrupt: {e}", mend=f"delete {path}; the same command goes on from another") from None
+
+    def _good(self) -> Path | None:
+        good = [p for p in self._whole() if json.loads((p / _FACTS).read_text()).get("good")]
+        return good[-1] if good else None
 
     def _fill(self, path: Path) -> None:
         reader = dcp.FileSystemReader(path)
@@ -174,12 +216,16 @@ class Saver:
 
     def _newest(self) -> Path | None:
         """The newest whole state; what was never finished is swept away."""
-        found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        for path in found:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.suffix == _UNFINISHED:
                 shutil.rmtree(path, ignore_errors=True)
-        whole = [p for p in found if p.suffix != _UNFINISHED and (p / _FACTS).is_file()]
+        whole = self._whole()
         return whole[-1] if whole else None
+
+    def _whole(self) -> list[Path]:
+        """The whole states, oldest first."""
+        found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        return [p for p in found if p.suffix != _UNFINISHED and (p / _FACTS).is_file()]
 
     def _save(self, path: Path, tensors: dict[str, Tensor], random: Tensor, facts: dict[str, Any]) -> None:
         temporary = path.with_suffix(_UNFINISHED)
@@ -193,21 +239,23 @@ class Saver:
             if self.world.first:
                 write_atomic(temporary / _FACTS, json.dumps(facts, default=str))
                 self._commit(temporary, path)
+                self.at = facts["progress"]["step"]
         except BaseException as e:  # CheckpointException is no Exception
             self._error = e
             if self.world.first:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _commit(self, temporary: Path, path: Path) -> None:
-        """Give a whole state its name, and delete those before it."""
+        """Give a whole state its name, and delete those before it but the newest good one."""
         temporary.rename(path)
         handle = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(handle)  # the rename is on disk before its predecessor goes
         finally:
             os.close(handle)
+        good = self._good()
         for other in self.folder.iterdir():
-            if other.name < path.name:  # another rank may have begun with the next
+            if other.name < path.name and other != good:  # another rank may have begun with the next
                 shutil.rmtree(other, ignore_errors=True)
 
 

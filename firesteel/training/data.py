@@ -59,6 +59,15 @@ class BatchSource:
         """For metrics: seconds that training has waited for samples since this process began, and what a feed counts."""
         return {"waited": self.waited, **(self.store.report() if isinstance(self.store, SampleFeed) else {})}
 
+    def endpoints(self) -> list[dict[str, Any]]:
+        """The endpoints that samples come from, and how they do; none where they lie on a disk."""
+        return self.store.endpoints() if isinstance(self.store, SampleFeed) else []
+
+    @property
+    def held(self) -> int | None:
+        """Tokens that a feed holds or has asked for."""
+        return self.store.held if isinstance(self.store, SampleFeed) else None
+
     def close(self) -> None:
         """End a feed's thread."""
         if isinstance(self.store, SampleFeed):

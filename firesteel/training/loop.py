@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,16 +12,20 @@ import torch
 from torch import Tensor
 
 from firesteel.batches.batch import Batch
+from firesteel.errors import FiresteelError, ResourceError, TrainingError
 from firesteel.kernels.memory import map_large_blocks
 from firesteel.losses.types import LossResult
 from firesteel.training.checkpoint import Progress, Saver, save_best
-from firesteel.training.guards import FiniteGuard
+from firesteel.training.events import EventLog
+from firesteel.training.guards import WINDOW, StepGuard
 from firesteel.training.metrics import MetricsLog
 from firesteel.training.optimizer import Optimizers, lr_scale
 from firesteel.training.replica import Replica, wants_shards
 from firesteel.training.schedule import loss_weights, progress_of
+from firesteel.training.status import Metrics, Status
 from firesteel.training.step import Gradients, TrainJob, compute_loss, gradients, loss_of, settle
 from firesteel.training.validation import Validation, validate
+from firesteel.training.watch import Lookout, free_bytes
 
 _LOG_EVERY = 10
 _LARGE_VOCAB = 16384
@@ -57,52 +62,127 @@ def train(job: TrainJob) -> TrainResult:
     optimizers = Optimizers(job.drafter, job.train, job.world)
     saver = Saver(job.folder, job.drafter, optimizers, job.world, job.settings)
     progress = saver.load()
-    guard = FiniteGuard(job.train.nonfinite_budget, progress.skipped)
+    guard = StepGuard(job.watch, job.train.nonfinite_budget)
     log = MetricsLog(job.folder, progress.step) if job.world.first else None
+    watch = open_lookout(job)
     started = time.monotonic() - progress.seconds
     saved_at, stopped_by = progress.seconds, "budget"
+    watch.tell(progress.step, "run", f"training {'goes on' if progress.step else 'begins'} with {job.world.size} process(es)", "")
+    status, metrics = open_status(job)
     try:
         while True:
             epoch = job.source.epoch_of(progress.batch)
-            done = progress_of(job.train, step=progress.step, epoch=epoch, seconds=progress.seconds)
+            done = status.values["done"] = progress_of(job.train, step=progress.step, epoch=epoch, seconds=progress.seconds)
             due = progress.step % job.train.validate_every == 0 or done >= 1.0
             if due and progress.step > 0 and progress.last_validation != progress.step:
-                _validate(job, progress, log)
-                saver.begin(progress)
+                found = _validate(job, progress, log)
+                status.values["validation"] = found
+                if guard.falls(progress, found):
+                    _go_back(job, saver, progress, watch, "falling", f"acceptance length {found:.3f} in validation, {progress.best:.3f} at best")
+                else:
+                    saver.begin(progress, good=progress.since_best == 0)
                 if job.train.patience is not None and progress.since_best >= job.train.patience:
                     stopped_by = "patience"
                     break
             if done >= 1.0:
                 break
             weights = loss_weights(job.loss, done)
-            optimizers.set_scale(lr_scale(done, job.train.warmup, job.train.final_lr))
+            optimizers.set_scale(progress.rate * lr_scale(done, job.train.warmup, job.train.final_lr))
             optimizers.zero_grad()
             share = gradients(job, progress.batch, weights)
-            loss, denominator, seconds, saving = job.world.sums(
-                [share.loss, share.denominator, time.monotonic() - started if job.world.first else 0.0, float(saver.busy)]
+            loss, denominator, seconds, saving, full = job.world.sums(
+                [share.loss, share.denominator, time.monotonic() - started if job.world.first else 0.0, float(saver.busy), float(watch.full)]
             )
             norm = settle(job.drafter, denominator or 1.0, job.train.clip)
             loss /= denominator or 1.0
             saver.let_copy()
-            if guard.admits(loss, norm, progress.step + 1):
+            verdict, why = guard.judge(progress, loss, norm)
+            if verdict == "take":
                 optimizers.step()
             progress.step += 1
             progress.batch += job.batches_per_step
-            progress.skipped = guard.skipped
             progress.seconds = seconds
-            _report(job, progress, log, share, loss, norm, done, saver)
-            if seconds - saved_at > 60 * job.train.checkpoint_minutes and not saving:
+            if verdict != "take":
+                rule = "spike" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
+                watch.tell(progress.step, rule, why, "the step is not taken")
+                if verdict == "return":
+                    _go_back(job, saver, progress, watch, rule, f"{len(progress.troubles)} of the last {WINDOW} steps were not taken")
+            _report(job, progress, log, share, loss, norm, done, saver, watch)
+            status.update(share.tokens, {"loss": loss, "state_step": saver.at, **_facts(job, progress)})
+            watch.look(progress.step, job.source.waited, saver.size)
+            if full:
+                saver.begin(progress)
+                raise ResourceError(
+                    f"step {progress.step}: the disk of {job.folder} has room for one training state: it is saved, and training stops",
+                    mend="free some space; the same command resumes",
+                )
+            if seconds - saved_at > 60 * watch.rarer * job.train.checkpoint_minutes and not saving:
                 saver.begin(progress)
                 saved_at = seconds
     except KeyboardInterrupt:
         if job.world.size == 1:  # several ranks are interrupted at different steps: there the last state counts
             saver.begin(progress)
+        watch.tell(progress.step, "run", "interrupted", "the same command goes on")
+        raise
+    except FiresteelError as e:
+        watch.tell(progress.step, "run", e.message, "training stops")
         raise
     finally:
         saver.finish()
+        status.values["state_step"] = saver.at
+        status.write()
+        if metrics is not None:
+            metrics.close()
         if log is not None:
             log.close()
+    watch.tell(progress.step, "run", f"training ends ({stopped_by}), best acceptance length {progress.best:.3f} at step {progress.best_step}", "")
     return TrainResult(progress, stopped_by, run_validation(job), saver.saves, saver.held)
+
+
+def open_lookout(job: TrainJob) -> Lookout:
+    """Rank 0 looks out for all."""
+    return Lookout(
+        job.watch, EventLog(job.folder) if job.world.first else None, lambda text: job.on_step({"alarm": text}), job.source.endpoints, free_bytes(job.folder)
+    )
+
+
+def open_status(job: TrainJob) -> tuple[Status, Metrics | None]:
+    """What this rank says of itself to the outside."""
+    status = Status(job.folder, job.world.rank, job.world.size, job.source.endpoints)
+    port = job.watch.metrics_port
+    return status, None if port is None else Metrics(status, job.watch.metrics_host, port)
+
+
+def _facts(job: TrainJob, progress: Progress) -> dict[str, Any]:
+    """Of the status: where training stands, and its samples."""
+    names = ("step", "seconds", "best", "best_step", "skipped", "spiked", "returns", "rate")
+    return {name: getattr(progress, name) for name in names} | {"held": job.source.held, "waited": job.source.waited}
+
+
+def _go_back(job: TrainJob, saver: Saver, progress: Progress, watch: Lookout, rule: str, why: str) -> None:
+    """Weights and optimizer become those of the last good state again, at lower rates; step, clock and data go on.
+
+    Raises:
+        TrainingError: it has happened too often. The good state is the newest then.
+    """
+    at = saver.go_back()
+    progress.losses, progress.troubles = [], []  # what is usual is to be found out anew
+    if at is None:
+        watch.tell(progress.step, rule, why, "there is no good state yet to go back to: training goes on")
+        return
+    spent = progress.returns >= job.watch.returns
+    if not spent:
+        progress.returns += 1
+        progress.rate *= job.watch.rate
+    saver.begin(progress, good=True)
+    if spent:
+        saver.finish()
+        raise TrainingError(
+            f"step {progress.step}: {why}, after {progress.returns} returns to a good state (watch.returns={job.watch.returns})",
+            mend="lower train.lr and train.muon_lr, or look for bad rows with `firesteel check RECIPE`; "
+            f"the state of step {at} is kept and the same command resumes from it",
+        )
+    watch.tell(progress.step, rule, why, f"weights are those of step {at} again, learning rates {progress.rate:g} times the recipe's")
 
 
 def spread(job: TrainJob) -> None:
@@ -144,7 +224,8 @@ def _evaluated(job: TrainJob) -> Iterable[tuple[Batch, LossResult, Tensor | None
             yield batch, result, confidence
 
 
-def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> None:
+def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> float:
+    """Validate, keep the best weights; the acceptance length."""
     found = run_validation(job)
     progress.last_validation = progress.step
     if found.acceptance_length > progress.best:
@@ -162,9 +243,12 @@ def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> None
     if log is not None:
         log.write("validation", progress.step, values)
     job.on_step({"validation": found.acceptance_length, "best": progress.best, "step": progress.step})
+    return found.acceptance_length
 
 
-def _report(job: TrainJob, progress: Progress, log: MetricsLog | None, share: Gradients, loss: float, norm: float, done: float, saver: Saver) -> None:
+def _report(
+    job: TrainJob, progress: Progress, log: MetricsLog | None, share: Gradients, loss: float, norm: float, done: float, saver: Saver, watch: Lookout
+) -> None:
     values: dict[str, Any] = {
         "loss": loss,
         "grad_norm": norm,
@@ -177,7 +261,7 @@ def _report(job: TrainJob, progress: Progress, log: MetricsLog | None, share: Gr
         log.write("train", progress.step, values | {"saving": saver.held} | _means(share.last) | job.source.report())
     warning = saver.error()
     if warning is not None:
-        job.on_step({"warning": f"step {progress.step}: {warning}"})
+        watch.tell(progress.step, "checkpoint", warning, "training goes on")
     job.on_step({"step": progress.step, "done": done, "loss": loss, "best": progress.best, "seconds": progress.seconds})
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+METRICS = "metrics.jsonl"
+
 
 class MetricsLog:
     """Appends to `metrics.jsonl`; on resume, records after the resumed step are dropped so that the curve has no repeats."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         kept = [r for r in read_metrics(self.path) if r["step"] <= resume_step]
         self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a")

@@ -38,6 +38,7 @@ class TrainJob:
         world: the processes that train together; each has a job of its own, with the same drafter, batches and folder.
         settings: what the run's results depend on; a state made under others is refused.
         replica: how the drafter is spread over several processes, once training has begun.
+        watch: what is done about trouble.
     """
 
     drafter: Any
@@ -52,6 +53,7 @@ class TrainJob:
     world: World = ALONE
     settings: dict[str, Any] = field(default_factory=dict)
     replica: Replica | None = None
+    watch: recipes.Watch = field(default_factory=recipes.Watch)
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +73,13 @@ class Gradients:
         last: the result of the last batch.
         loss: the loss, or with several batches in a step this rank's part of its numerator.
         denominator: 1, or with several batches this rank's part of what the numerator is to be divided by.
+        tokens: of these batches.
     """
 
     last: LossResult
     loss: float
     denominator: float
+    tokens: int
 
 
 def gradients(job: TrainJob, first: int, weights: LossWeights) -> Gradients:
@@ -87,13 +91,14 @@ def gradients(job: TrainJob, first: int, weights: LossWeights) -> Gradients:
     this is not, would weigh slots of small batches higher.)
     """
     alone = job.batches_per_step * job.world.context == 1
-    total = denominator = 0.0
+    total, denominator, tokens = 0.0, 0.0, 0
     for i, batch in enumerate(job.source.take(first, job.batches_per_step, job.world.data_rank, job.world.data_size)):
         last = backward(job, batch, weights, None if alone else 1.0, last=i + 1 == job.train.accumulate)
+        tokens += len(batch.token_ids)
         total += float(last.loss.detach())
         # Both are zero where a slot is not valid.
         denominator += float((last.valid if weights.dpace else last.weights).sum())
-    return Gradients(last, total, 1.0 if alone else denominator)
+    return Gradients(last, total, 1.0 if alone else denominator, tokens)
 
 
 def settle(drafter: nn.Module, denominator: float, most: float) -> float:

@@ -142,7 +142,7 @@ def test_a_full_disk_keeps_the_last_state_and_training_goes_on(tmp_path: Path, m
     monkeypatch.setattr(Saver, "busy", property(lambda self: self.finish() or False))  # every step is saved
     train(job)
     assert states(tmp_path) == ["000000001"]
-    warnings = [t["warning"] for t in told if "warning" in t]
+    warnings = [t["alarm"] for t in told if "alarm" in t]
     assert len(warnings) >= 3
     assert "No space left on device" in warnings[0]
     assert "the last one is kept" in warnings[0]
@@ -163,7 +163,7 @@ def _full_on_one_rank(folder: Path) -> None:
     job = make_job(folder, "dspark", world, parallel="fsdp", max_steps=4, validate_every=1)  # every validation is followed by a state
     job.on_step = told.append
     assert train(job).progress.step == 4
-    assert any("No space left on device" in t.get("warning", "") for t in told)
+    assert any("No space left on device" in t.get("alarm", "") for t in told)
 
 
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:

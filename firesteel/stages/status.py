@@ -1,0 +1,102 @@
+"""`firesteel status`: where a run stands, read from its folder, by anyone who sees it. Loads no PyTorch and disturbs nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from firesteel.artifact import WORK, open_artifact
+from firesteel.endpoints.roster import read_status as read_endpoints
+from firesteel.errors import ArtifactError
+from firesteel.recipe import Recipe
+from firesteel.training.events import read_events, sentence
+from firesteel.training.status import EVERY, read_status
+
+STAGES = ("prompts", "responses", "hidden", "train", "calibrate", "package", "evaluate")
+_PARTIAL = ".partial"
+_SILENT = 6 * EVERY  # seconds without a word after which a process counts as gone
+_LAST = 5  # events that are shown
+
+
+def state_of(recipe: Recipe) -> dict[str, Any]:
+    """All that is known of a run.
+
+    Returns:
+        `stages` (name -> done, working or missing), `training` (for each drafter in work: `name`, `ranks`, `events`) and `endpoints` (rows by URL).
+    """
+    folder = recipe.run_dir
+    working = sorted(p for p in folder.glob(f"*{_PARTIAL}") if (p / WORK).is_file()) if folder.is_dir() else []
+    stages = {name: "done" if _done(folder / name, name) else "missing" for name in STAGES}
+    training = []
+    for path in working:
+        name = path.name.removesuffix(_PARTIAL)
+        stages[name] = "working"
+        if name.split("-")[0] == "train":
+            training.append({"name": name, "ranks": read_status(path), "events": [{**asdict(e), "text": sentence(e)} for e in read_events(path)[-_LAST:]]})
+    return {"run": str(folder), "time": time.time(), "stages": stages, "training": training, "endpoints": read_endpoints(folder)}
+
+
+def run(recipe: Recipe, as_json: bool, say: Callable[[str], None]) -> None:
+    """Print where a run stands."""
+    found = state_of(recipe)
+    say(json.dumps(found) if as_json else "\n".join(lines(found)))
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    signs = {"done": "[x]", "working": "[~]", "missing": "[ ]"}
+    text = [f"run {found['run']}", "  ".join(f"{signs[state]} {name}" for name, state in found["stages"].items())]
+    for training in found["training"]:
+        text += _training(training, found["time"])
+    rows = found["endpoints"]
+    if rows and found["training"]:
+        text += ["", f"servers ({sum(r['tokens_per_second'] for r in rows.values()):,.0f} tokens/s of late):"]
+        text += [
+            f"  {r['url']}  {r['state']}  {r['tokens_per_second']:,.0f} tokens/s, {r['answers']:,} answers, {r['faults']:,} faults, {r['bad']:,} bad"
+            for r in rows.values()
+        ]
+    return text
+
+
+def _training(training: dict[str, Any], now: float) -> list[str]:
+    ranks = training["ranks"]
+    text = ["", f"{training['name']}:"]
+    first = next((r for r in ranks if r["rank"] == 0 and "step" in r), None)
+    if first is None:
+        text.append("  no step yet")
+    else:
+        eta = "" if first["eta"] is None else f", {_time(first['eta'])} to go"
+        text.append(f"  step {first['step']:,}, {first['done']:.0%} of the budget after {_time(first['seconds'])}{eta}; loss {first['loss']:.3f}")
+        best = f"best acceptance length {first['best']:.3f} at step {first['best_step']:,}" if first["best"] else "not validated yet"
+        state = f"last state: step {first['state_step']:,}" if first["state_step"] >= 0 else "no state saved yet"
+        text.append(f"  {best}; {state}")
+        if first["returns"] or first["skipped"] or first["spiked"]:
+            skipped = f"{first['skipped']} steps not finite, {first['spiked']} spikes"
+            text.append(f"  {skipped}, {first['returns']} returns to a good state (learning rates x {first['rate']:g})")
+    for r in (r for r in ranks if "step" in r):
+        age = now - r["time"]
+        quiet = f"; nothing heard for {_time(age)}: stopped?" if age > _SILENT else ""
+        held = "" if r["held"] is None else f", {r['held']:,} tokens held or asked for"
+        text.append(f"  rank {r['rank']} on {r['host']}: {r['tokens_per_second']:,.0f} tokens/s, waited {_time(r['waited'])}{held}{quiet}")
+    if training["events"]:
+        text.append("  of late:")
+        text += [f"    {time.strftime('%H:%M:%S', time.gmtime(e['time']))} {e['text']}" for e in training["events"]]
+    return text
+
+
+def _done(path: Path, name: str) -> bool:
+    try:
+        open_artifact(path, name, verify=False)
+    except ArtifactError:
+        return False
+    return True
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

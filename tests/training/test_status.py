@@ -1,0 +1,114 @@
+"""A training process as it is seen from outside: its file, its metrics, and `firesteel status`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parallel_cases import make_job
+from prometheus_client.parser import text_string_to_metric_families
+
+from firesteel import recipe as recipes
+from firesteel.artifact import ArtifactWriter
+from firesteel.errors import RecipeError
+from firesteel.recipe import Recipe
+from firesteel.stages import status as stage
+from firesteel.training.loop import train
+from firesteel.training.status import read_status
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def recipe_in(folder: Path) -> Recipe:
+    return Recipe(name="seen", runs_dir=str(folder), train={"max_steps": 1})  # type: ignore[arg-type]
+
+
+def test_metrics_while_training_runs(tmp_path: Path) -> None:
+    port, pages = free_port(), []
+    job = make_job(tmp_path, max_steps=5, validate_every=5)
+    job.watch = recipes.Watch(metrics_port=port)
+
+    def on_step(values: dict[str, Any]) -> None:
+        if values.get("step") == 4 and "done" in values:
+            pages.append(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+
+    job.on_step = on_step
+    train(job)
+    found = {s.name: s for family in text_string_to_metric_families(pages[0]) for s in family.samples}
+    assert found["firesteel_train_step"].value == 3, "of the step before"
+    assert found["firesteel_train_step"].labels == {"rank": "0", "host": socket.gethostname()}
+    assert found["firesteel_train_tokens_total"].value > 100
+    assert 0 < found["firesteel_train_loss"].value < 10
+    assert found["firesteel_train_progress_ratio"].value < 1
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/metrics")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        job = make_job(tmp_path)
+        job.watch = recipes.Watch(metrics_port=s.getsockname()[1])
+        with pytest.raises(RecipeError, match=r"watch\.metrics_port"):
+            train(job)
+
+
+def test_status_of_a_run_that_trains(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    (recipe.run_dir).mkdir(parents=True)
+    assert stage.state_of(recipe)["stages"] == dict.fromkeys(stage.STAGES, "missing")
+    ArtifactWriter(recipe.run_dir / "prompts", "prompts", {}, {}).commit()
+    writer = ArtifactWriter(recipe.run_dir / "train", "train", {}, {})
+    job = make_job(writer.path, max_steps=12, validate_every=6)
+    train(job)
+    url = "http://127.0.0.1:1"
+    rows = [{"url": url, "state": "up", "flying": 1, "answers": 7, "faults": 1, "bad": 0, "tokens_per_second": 1234.0, "error": ""}]
+    (recipe.run_dir / "endpoints.json").write_text(json.dumps(rows))
+    found = stage.state_of(recipe)
+    assert found["stages"] | {"prompts": "done", "train": "working", "package": "missing"} == found["stages"]
+    (rank,) = found["training"][0]["ranks"]
+    assert (rank["step"], rank["done"], rank["state_step"], rank["size"]) == (12, 1.0, 12, 1)
+    assert rank["tokens_per_second"] > 0
+    text = "\n".join(stage.lines(found))
+    assert "[x] prompts" in text
+    assert "[~] train" in text
+    assert "step 12, 100% of the budget" in text
+    assert f"best acceptance length {rank['best']:.3f}" in text
+    assert f"{url}  up  1,234 tokens/s, 7 answers, 1 faults, 0 bad" in text
+    assert "training ends (budget)" in text
+    assert "stopped?" not in text
+    later = "\n".join(stage.lines({**found, "time": found["time"] + 200}))
+    assert "nothing heard for 3 min: stopped?" in later
+
+
+def test_the_command_needs_no_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(f"name: seen\nruns_dir: {tmp_path}\ntrain: {{max_steps: 1}}\n")
+    code = (
+        "import sys, firesteel.cli.app as a\n"
+        "from typer.testing import CliRunner\n"
+        f"done = CliRunner().invoke(a.app, ['status', {str(file)!r}, '--json'])\n"
+        "assert done.exit_code == 0, done.output\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(done.output)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["stages"]["train"] == "missing"
+
+
+def test_a_torn_status_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "0.json").write_text("{")
+    (tmp_path / "status" / "1.json").write_text('{"rank": 1}')
+    assert read_status(tmp_path) == [{"rank": 1}]

@@ -49,7 +49,8 @@ def _ports(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware])
         if (address, port) in taken:
             yield RecipeError(
                 f"port {port} of {address} is wanted twice: by {taken[address, port]} and by {what} (node {name})",
-                mend="give the groups ports that are further apart (cluster.groups: port), or change cluster.rendezvous_port or hidden.mooncake.port",
+                mend="give the groups ports that are further apart (cluster.groups: port), or change cluster.rendezvous_port, hidden.mooncake.port "
+                "or watch.metrics_port",
             )
         elif port > 65535:
             yield RecipeError(f"{what} on node {name} would listen at port {port}", mend="set a lower cluster.groups: port")

@@ -155,6 +155,9 @@ def _ports(recipe: Recipe, servers: list[ServerSpot], trainers: list[TrainerSpot
     if master is not None:
         port = recipe.hidden.mooncake.port
         listeners += [(master.name, port, "Mooncake master"), (master.name, port + 1, "metrics of the Mooncake master")]
+    first = recipe.watch.metrics_port
+    if first is not None:
+        listeners += [(t.node.name, first + i, f"metrics of trainer {t.name}, process {i}") for t in trainers for i in range(t.processes)]
     return listeners
 
 

@@ -12,6 +12,7 @@ from firesteel.cluster.kubernetes import address_of, manifests, trainer_address
 from firesteel.cluster.probe import check_versions
 from firesteel.cluster.process import Process, blocks, check_startable, unknown_address
 from firesteel.cluster.running import Running
+from firesteel.cluster.scrape import scrape_config, trainer_ports
 from firesteel.cluster.slurm import batch_script
 from firesteel.cluster.topology import CPU, ServerSpot, Topology, TrainerSpot, make_topology
 from firesteel.endpoints.roster import FILE as ENDPOINTS
@@ -24,7 +25,7 @@ from firesteel.stages.sizes import target_shape
 from firesteel.target.layout import Layout, read_layout
 from firesteel.target.server import ServerPlan, leave_on_signals, link_code, plan_server
 
-FOLDER, RECIPE, SCRIPT, MANIFESTS = "launch", "recipe.yaml", "job.sbatch", "kubernetes.yaml"
+FOLDER, RECIPE, SCRIPT, MANIFESTS, SCRAPE = "launch", "recipe.yaml", "job.sbatch", "kubernetes.yaml", "prometheus.yml"
 _WRITERS = {"slurm": batch_script, "kubernetes": manifests}
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -50,6 +51,8 @@ def run(line: Line, launcher: str | None, *, dry_run: bool) -> int:
     _check_shared(recipe, there, how)
     link_code(line.folder)
     file = write_recipe(recipe)
+    if how != "slurm":  # which chooses the machines later
+        write_atomic(line.folder / FOLDER / SCRAPE, scrape_config(placed, there))
     if how in _WRITERS:
         out = line.folder / FOLDER / (SCRIPT if how == "slurm" else MANIFESTS)
         write_atomic(out, written_for(recipe, how))
@@ -168,7 +171,9 @@ def _trainer(recipe: Recipe, topology: Topology, spot: TrainerSpot, launcher: st
         argv += [f"hidden.mooncake.master={_master(recipe, topology)}", f"hidden.mooncake.address={own}"]
     elif (exchange := _exchange(recipe)) is not None:
         argv.append(f"hidden.exchange={exchange}")
-    ports = (c.rendezvous_port,) if topology.world_size > 1 and spot.rank == 0 else ()
+    if recipe.watch.metrics_port is not None:  # seen from other machines
+        argv.append(f"watch.metrics_host={own if own.startswith(_LOOPBACK) else '0.0.0.0'}")
+    ports = (*((c.rendezvous_port,) if topology.world_size > 1 and spot.rank == 0 else ()), *trainer_ports(recipe, spot.processes))
     # Restarts are counted by each machine's agent; without this they would wait for each other in a store that lives on.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if len(topology.trainers) > 1 and c.max_restarts else {}
     return Process(spot.name, "trainer", spot.node, tuple(argv), env | c.env.training, None, 0 if spot.node.kind == CPU else spot.processes, ports)

@@ -102,7 +102,7 @@ def settings(folder: Path, *, trainers: int = 1, **sections: dict[str, Any]) -> 
         "cluster": {"nodes": nodes, "groups": groups, "python": str(folder / "trainer-python"), "rendezvous_port": free_port()},
     }
     for name, values in sections.items():
-        base[name] = {**base[name], **values}
+        base[name] = {**base.get(name, {}), **values}
     return {"name": "toy", "runs_dir": str(folder / "runs"), **base}
 
 

@@ -62,6 +62,9 @@ class Cluster(Section):
         29600, description="Port at which the parts of a server on several nodes find each other, on its first node.", ge=1, le=65535
     )
     max_restarts: int = Field(0, description="Times that torchrun starts the trainers again after a failure.", ge=0)
+    restarts: int = Field(
+        2, description="Times that `firesteel launch` starts a server or the Mooncake master again that has ended, after ever longer pauses.", ge=0
+    )
     master: str | None = Field(None, description="Node of the Mooncake master with hidden.transport=mooncake; empty: the first training node.")
     shared: str | None = Field(
         None, description="Folder that all nodes see at the same path: the recipe, the run's folder, and states with hidden.transport=disk."

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from firesteel.errors import ResourceError, TargetError
 
 _FRIENDLY, _SAVING = 20.0, 60.0  # seconds that a server, and a trainer that saves its state, get to end
 _PAUSE = 0.1
+_FIRST, _LONGEST = 1.0, 60.0  # seconds until a server that ended is started again: the first time, and at most
 
 
 class Running:
@@ -27,12 +29,15 @@ class Running:
         folder: of the logs.
         timeout: seconds until all servers must answer.
         say: tells the user.
+        restarts: times that a server or the master that has ended, once all were ready, is started again.
     """
 
-    def __init__(self, processes: Sequence[Process], hands: Hands, folder: Path, timeout: float, say: Callable[[str], None]) -> None:
-        self.processes, self.hands, self.folder, self.timeout, self.say = list(processes), hands, folder, timeout, say
+    def __init__(self, processes: Sequence[Process], hands: Hands, folder: Path, timeout: float, say: Callable[[str], None], restarts: int = 0) -> None:
+        self.processes, self.hands, self.folder, self.timeout, self.say, self.restarts = list(processes), hands, folder, timeout, say, restarts
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # units that are not started again
+        self._again: dict[str, float] = {}  # unit -> when it is started again
+        self._tries: Counter[str] = Counter()
 
     def __enter__(self) -> Running:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,11 +84,11 @@ class Running:
                 process.wait()
         self._running = {}
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Process, mode: str = "wb") -> None:
         command = self.hands.command(process)
         held = command[0] == "ssh"
         try:
-            with self.log(process).open("wb") as log:
+            with self.log(process).open(mode) as log:
                 self._running[process.name] = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE if held else subprocess.DEVNULL,
@@ -116,8 +121,9 @@ class Running:
                 time.sleep(_PAUSE)
 
     def _watch(self, trainers: list[Process]) -> int:
-        """Until all trainers have ended, or one with an error; a server that ends meanwhile is said, and is missed only if none is left."""
-        servers = [p for p in self.processes if p.role == "server"]
+        """Until all trainers have ended, or one with an error. A server that ends meanwhile is started again as often as is allowed, and then missed
+        only if none is left."""
+        servers = {_unit(p) for p in self.processes if p.role == "server"}
         while True:
             codes = {p.name: self._running[p.name].poll() for p in trainers}
             bad = next(((name, code) for name, code in codes.items() if code not in (None, 0)), None)
@@ -128,12 +134,42 @@ class Running:
             if all(code == 0 for code in codes.values()):
                 return 0
             for process in self.processes:
-                if process.role != "trainer" and process.name not in self._gone and self._running[process.name].poll() is not None:
-                    self._gone.add(process.name)
-                    self.say(f"launch: {process.name} has ended: {last_line(self.log(process))}")
-            if servers and all(p.name in self._gone for p in servers):
+                unit = _unit(process)
+                if process.role != "trainer" and unit not in self._gone | self._again.keys() and self._running[process.name].poll() is not None:
+                    self._ended(process)
+            self._start_again()
+            if servers and servers <= self._gone:
                 raise TargetError("no server is left", mend=f"the logs are in {self.folder}; the same command resumes")
             time.sleep(_PAUSE)
+
+    def _ended(self, process: Process) -> None:
+        """A server or the master has ended: the rest of it goes, too, and it is started again later, if it may."""
+        unit, what = _unit(process), f"launch: {process.name} has ended: {last_line(self.log(process))}"
+        for part in self._parts(unit):
+            _signal(self._running[part.name], signal.SIGKILL)
+        if self._tries[unit] >= self.restarts:
+            self._gone.add(unit)
+            self.say(what)
+            return
+        pause = min(_LONGEST, _FIRST * 2.0 ** self._tries[unit])
+        self._tries[unit] += 1
+        self._again[unit] = time.monotonic() + pause
+        self.say(f"{what}; it is started again in {pause:g} s ({self._tries[unit]} of {self.restarts} times)")
+
+    def _start_again(self) -> None:
+        for unit in [u for u, when in self._again.items() if time.monotonic() >= when]:
+            del self._again[unit]
+            for part in self._parts(unit):
+                self._running[part.name].wait()
+                self._start(part, "ab")
+
+    def _parts(self, unit: str) -> list[Process]:
+        return [p for p in self.processes if _unit(p) == unit]
+
+
+def _unit(process: Process) -> str:
+    """What lives and dies together: a process, or the parts of a server over several nodes."""
+    return process.name.split("-part")[0]
 
 
 def healthy(url: str) -> bool:

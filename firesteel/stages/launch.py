@@ -65,7 +65,7 @@ def run(line: Line, launcher: str | None, *, dry_run: bool) -> int:
     processes = make_processes(placed, there, how)
     logs = line.folder / FOLDER / "logs"
     say(f"launch: {len(processes)} processes on {len(there.nodes)} node(s); their logs are in {logs}")
-    with Running(processes, hands, logs, recipe.target.vllm.start_timeout, say) as running:
+    with Running(processes, hands, logs, recipe.target.vllm.start_timeout, say, recipe.cluster.restarts) as running:
         return running.run()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cluster_fakes import SSH, program, recipe, settings
 
+from firesteel.cluster import running
 from firesteel.errors import FiresteelError, ResourceError, TargetError, TrainingError
 from firesteel.recipe import Recipe, recipe_from_dict, recipe_to_yaml
 from firesteel.stages import launch
@@ -104,9 +105,24 @@ def test_when_no_server_is_left_the_run_ends(folder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("FAKE_DIES_LATER", "0.8")
     monkeypatch.setenv("FAKE_WORK", "60")
     with pytest.raises(TargetError, match="no server is left"):
-        start(recipe(folder))
+        start(recipe(folder, cluster={"restarts": 0}))
     assert nothing_left(folder)
     assert "state saved" in next((folder / "runs/toy/launch/logs").glob("a-trainer*.log")).read_text(), "the trainer is interrupted, not killed"
+
+
+def test_a_server_that_ends_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, after a pause; the second time it is done without."""
+    monkeypatch.setenv("FAKE_DIES_LATER", "0.8")
+    monkeypatch.setenv("FAKE_WORK", "60")
+    monkeypatch.setattr(running, "_FIRST", 0.3)
+    said = Said()
+    with pytest.raises(TargetError, match="no server is left"):
+        launch.run(Line(recipe(folder, cluster={"restarts": 1}), said), "local", dry_run=False)
+    again = [line for line in said.lines if "it is started again in 0.3 s (1 of 1 times)" in line]
+    assert sorted(line.split()[1] for line in again) == ["a-server0", "a-server1"]
+    log = (folder / "runs/toy/launch/logs/a-server0.log").read_text()
+    assert log.count("server ") == 2, "the log goes on"
+    assert nothing_left(folder)
 
 
 def test_a_port_that_is_taken_is_a_server_that_dies(folder: Path) -> None:

@@ -164,6 +164,8 @@ def _trainer(recipe: Recipe, topology: Topology, spot: TrainerSpot, launcher: st
     if topology.world_size > 1:
         argv += ["-m", "torch.distributed.run", "--nnodes", str(len(topology.trainers)), "--nproc-per-node", str(spot.processes)]
         argv += ["--node-rank", str(spot.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{c.rendezvous_port}"]
+        # Said outright: torchrun would go by what a machine's name resolves to, which need not be the address that others reach.
+        argv += ["--rdzv-conf", f"is_host={int(spot.rank == 0)}", "--local-addr", own]
         argv += ["--rdzv-id", recipe.name, "--max-restarts", str(c.max_restarts)]
     argv += ["-m", "firesteel.cli.app", c.verb, str((recipe.run_dir / FOLDER / RECIPE).absolute()), "target.engine=vllm"]
     argv.append(f"target.endpoints=[{','.join(s.url for s in topology.servers)}]")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+
+from firesteel.artifact import disk_error
 
 METRICS = "metrics.jsonl"
 
@@ -22,16 +25,26 @@ class MetricsLog:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Record `values` (numbers or lists of numbers) of kind `train` or `validation` at `step`."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        """Record `values` (numbers or lists of numbers) of kind `train` or `validation` at `step`.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise disk_error(e, self.path) from e
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        """End; what a full disk does not take is lost."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

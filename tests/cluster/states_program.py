@@ -1,11 +1,14 @@
-"""A program in vLLM's place that gives real states: it runs the target by Transformers, with the connector's own bookkeeping and writer."""
+"""A program in vLLM's place that gives real states: it runs the target by Transformers, with the connector's own bookkeeping and writer. With
+STATES_PAUSE in its environment it takes so many seconds more for a document."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,11 +32,13 @@ def main(argv: list[str]) -> None:
     layers, weights = model.config.num_hidden_layers, weights_digest(flags["--model"])
     planner = Planner(ids, layers, int(flags["--max-model-len"]), weights, flags["--model"])
     writer = Writer(open_exchange(extra), ids, layers, weights, lease=extra["lease"])
+    pause = float(os.environ.get("STATES_PAUSE", "0"))
     lock, count = threading.Lock(), iter(range(10**9))
 
     def complete(body: dict[str, Any]) -> Any:
         prompt = body["prompt"]
         with lock, torch.inference_mode(), capture(model, ids) as states:
+            time.sleep(pause)
             name = f"r{next(count)}"
             model(torch.tensor([prompt]), use_cache=False)
             found = stack_layers(states, ids)[0]

@@ -131,4 +131,5 @@ def unpack(data: bytes, handle: str) -> tuple[dict[str, Tensor], dict[str, str]]
     verify(tensors, header, f"sample {handle}")
     if header["key"] != handle:
         raise HiddenStateError(f"sample {handle} holds the states of {header['key']}", mend=_AGAIN)
-    return tensors, header
+    # In memory of their own: as views into the bytes they would be aligned by chance, and MKL promises the same bits for equally aligned numbers only.
+    return {name: t.clone() for name, t in tensors.items()}, header

@@ -13,6 +13,7 @@ Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,22 +27,29 @@ from firesteel.errors import RecipeError
 
 SMALLEST = 1 << 18  # multiply-adds below which the dispatch itself would dominate
 
-_half = _lean = False
+
+class _Mode(threading.local):
+    """Of one thread: beside a training step others multiply, too, such as those that check samples on arrival."""
+
+    half = lean = False
+
+
+_mode = _Mode()
 
 
 @contextmanager
 def half_products(on: bool, *, lean: bool = False) -> Iterator[None]:
-    """Within, products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`.
+    """Within, this thread's products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`.
 
     Args:
         lean: `linear` rounds weights again in the backward pass, to the same bits, and keeps no rounded copy of them till then.
     """
-    global _half, _lean
-    before, _half, _lean = (_half, _lean), on, lean
+    before = _mode.half, _mode.lean
+    _mode.half, _mode.lean = on, lean
     try:
         yield
     finally:
-        _half, _lean = before
+        _mode.half, _mode.lean = before
 
 
 @cache
@@ -105,7 +113,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         if _in_half(x, weight):
             x, rounded = x.bfloat16(), weight.bfloat16()
-            ctx.save_for_backward(x, weight if _lean else rounded)
+            ctx.save_for_backward(x, weight if _mode.lean else rounded)
             return (x @ rounded.T).float()
         ctx.save_for_backward(x, weight)
         return matmul_nt(x, weight)
@@ -166,7 +174,7 @@ def _flags() -> frozenset[str]:
 
 
 def _in_half(a: Tensor, b: Tensor) -> bool:
-    return _half and _plain_float32(a, b)
+    return _mode.half and _plain_float32(a, b)
 
 
 def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:

@@ -90,9 +90,9 @@ def train(job: TrainJob) -> TrainResult:
             optimizers.set_scale(progress.rate * lr_scale(done, job.train.warmup, job.train.final_lr))
             optimizers.zero_grad()
             share = gradients(job, progress.batch, weights)
-            loss, denominator, seconds, saving, full = job.world.sums(
-                [share.loss, share.denominator, time.monotonic() - started if job.world.first else 0.0, float(saver.busy), float(watch.full)]
-            )
+            clock, rarer = (time.monotonic() - started, float(watch.rarer)) if job.world.first else (0.0, 0.0)
+            shares = [share.loss, share.denominator, clock, float(saver.busy), float(watch.full), rarer]
+            loss, denominator, seconds, saving, full, rarer = job.world.sums(shares)
             norm = settle(job.drafter, denominator or 1.0, job.train.clip)
             loss /= denominator or 1.0
             saver.let_copy()
@@ -116,7 +116,7 @@ def train(job: TrainJob) -> TrainResult:
                     f"step {progress.step}: the disk of {job.folder} has room for one training state: it is saved, and training stops",
                     mend="free some space; the same command resumes",
                 )
-            if seconds - saved_at > 60 * watch.rarer * job.train.checkpoint_minutes and not saving:
+            if seconds - saved_at > 60 * rarer * job.train.checkpoint_minutes and not saving:
                 saver.begin(progress)
                 saved_at = seconds
     except KeyboardInterrupt:

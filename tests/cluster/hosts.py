@@ -100,9 +100,10 @@ class Hosts:
         """Bound what a machine sends, such as `8mbit`."""
         _run("tc", "-n", self.space(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
 
-    def kill(self, name: str, word: str) -> int:
-        """Kill the processes of a machine whose command has this word, none of them politely; how many there were."""
-        found = [pid for pid in self._pids(self.space(name)) if word in _command(pid)]
+    def kill(self, name: str, word: str, but: str = "torch.distributed.run") -> int:
+        """Kill the processes of a machine whose command has this word, and not the other or the remote end's, none of them politely; how many there were."""
+        commands = {pid: _command(pid) for pid in self._pids(self.space(name))}
+        found = [pid for pid, command in commands.items() if word in command and but not in command and "firesteel.cluster.remote" not in command]
         for pid in found:
             _kill(pid)
         return len(found)

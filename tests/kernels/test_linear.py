@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -146,3 +148,16 @@ def test_lean_half_products_keep_no_rounded_weights_and_change_no_bit():
             out.backward(grad)
         found.append((out.detach(), a.grad, b.grad))
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_half_products_are_one_threads_own() -> None:
+    """Samples are checked by other threads while a step is under way: their logits must not be rounded for that."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(96, 128, generator=generator), torch.randn(160, 128, generator=generator)
+    wide, found = matmul_nt(a, b), []
+    with half_products(True):
+        thread = threading.Thread(target=lambda: found.append(matmul_nt(a, b)))
+        thread.start()
+        thread.join()
+        assert not matmul_nt(a, b).equal(wide)
+    assert found[0].equal(wide)

@@ -4,19 +4,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-slow test-vllm vllm-env check bench bench-peers clean
+.PHONY: demo test test-fast test-slow test-hosts test-vllm vllm-env check bench bench-peers clean
 
 demo: $(STAMP)
 	$(BIN)/firesteel run quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm and not hosts"
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm and not parity" -x
+	$(BIN)/python -m pytest -m "not slow and not vllm and not hosts and not parity" -x
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# Six machines in network namespaces; needs Linux, root and iproute2.
+test-hosts: $(STAMP)
+	$(BIN)/python -m pytest -m hosts
 
 test-vllm: $(STAMP) vllm-env
 	$(BIN)/python -m pytest tests/vllm -m vllm

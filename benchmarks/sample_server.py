@@ -23,9 +23,9 @@ class SampleServer:
         self.folder, self.rate, self.corrupt, self.status = folder, rate, corrupt, 200
         self.served = 0
         self._chance = random.Random(seed)
-        self._turn = asyncio.Lock()
 
     async def start(self, port: int = 0) -> int:
+        self._turn = asyncio.Lock()  # a lock belongs to one event loop; started again, the server has another
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=1 << 22)
         return self.server.sockets[0].getsockname()[1]
 

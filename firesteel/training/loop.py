@@ -76,9 +76,10 @@ def train(job: TrainJob) -> TrainResult:
             due = progress.step % job.train.validate_every == 0 or done >= 1.0
             if due and progress.step > 0 and progress.last_validation != progress.step:
                 found = _validate(job, progress, log)
-                status.values["validation"] = found
-                if guard.falls(progress, found):
-                    _go_back(job, saver, progress, watch, "falling", f"acceptance length {found:.3f} in validation, {progress.best:.3f} at best")
+                status.values["validation"] = length = found.acceptance_length
+                watch.compare(progress.step, found.conditional[0])
+                if guard.falls(progress, length):
+                    _go_back(job, saver, progress, watch, "falling", f"acceptance length {length:.3f} in validation, {progress.best:.3f} at best")
                 else:
                     saver.begin(progress, good=progress.since_best == 0)
                 if job.train.patience is not None and progress.since_best >= job.train.patience:
@@ -224,8 +225,8 @@ def _evaluated(job: TrainJob) -> Iterable[tuple[Batch, LossResult, Tensor | None
             yield batch, result, confidence
 
 
-def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> float:
-    """Validate, keep the best weights; the acceptance length."""
+def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> Validation:
+    """Validate, and keep the best weights."""
     found = run_validation(job)
     progress.last_validation = progress.step
     if found.acceptance_length > progress.best:
@@ -243,7 +244,7 @@ def _validate(job: TrainJob, progress: Progress, log: MetricsLog | None) -> floa
     if log is not None:
         log.write("validation", progress.step, values)
     job.on_step({"validation": found.acceptance_length, "best": progress.best, "step": progress.step})
-    return found.acceptance_length
+    return found
 
 
 def _report(
@@ -258,7 +259,9 @@ def _report(
         "saves": saver.saves,
     }
     if log is not None and (progress.step % _LOG_EVERY == 0 or progress.step == 1):
-        log.write("train", progress.step, values | {"saving": saver.held} | _means(share.last) | job.source.report())
+        means = _means(share.last)
+        watch.saw(next((right for right in means["correct_per_slot"] if right > 0), 0.0))  # DFlash's slot 0 drafts nothing
+        log.write("train", progress.step, values | {"saving": saver.held} | means | job.source.report())
     warning = saver.error()
     if warning is not None:
         watch.tell(progress.step, "checkpoint", warning, "training goes on")

@@ -229,6 +229,20 @@ def test_the_target_in_this_process_starves_nobody(tmp_path: Path, monkeypatch: 
     assert said == []
 
 
+def test_documents_learnt_by_heart_are_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    lookout = Lookout(recipes.Watch(), EventLog(tmp_path), said.append, list, lambda: 10**9)
+    lookout.compare(5, 0.1)  # nothing is known of training yet
+    for right in (0.5, 0.6):
+        lookout.saw(right)
+    lookout.compare(6, 0.41)
+    assert said == []
+    lookout.compare(7, 0.39)
+    lookout.compare(8, 0.3)
+    assert len(said) == 1
+    assert said[0].startswith("step 7: the first draft is right for 55% of training and 39% of validation")
+
+
 def test_a_disk_with_room_for_one_state_ends_training_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PERIOD", 0.0)
     monkeypatch.setattr(loop, "free_bytes", lambda _: lambda: 1000)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from firesteel.artifact import WORK, open_artifact
-from firesteel.endpoints.roster import read_status as read_endpoints
 from firesteel.errors import ArtifactError
 from firesteel.recipe import Recipe
-from firesteel.training.events import read_events, sentence
-from firesteel.training.status import EVERY, read_status
+from firesteel.training.events import JOURNAL, read_events, sentence
+from firesteel.training.status import EVERY, endpoints_of, read_status
 
 STAGES = ("prompts", "responses", "hidden", "train", "calibrate", "package", "evaluate")
 _PARTIAL = ".partial"
@@ -26,18 +25,22 @@ def state_of(recipe: Recipe) -> dict[str, Any]:
     """All that is known of a run.
 
     Returns:
-        `stages` (name -> done, working or missing), `training` (for each drafter in work: `name`, `ranks`, `events`) and `endpoints` (rows by URL).
+        `stages` (name -> done, working or missing), `trained` (what each finished drafter's manifest says, by name), `training` (for each drafter in work:
+        `name`, `ranks`, `events`) and `endpoints` (rows).
     """
     folder = recipe.run_dir
     working = sorted(p for p in folder.glob(f"*{_PARTIAL}") if (p / WORK).is_file()) if folder.is_dir() else []
     stages = {name: "done" if _done(folder / name, name) else "missing" for name in STAGES}
-    training = []
+    trained = {p.name: about for p in sorted(folder.glob("train*")) if (about := _about(p)) is not None}
+    training, endpoints = [], []
     for path in working:
         name = path.name.removesuffix(_PARTIAL)
         stages[name] = "working"
         if name.split("-")[0] == "train":
-            training.append({"name": name, "ranks": read_status(path), "events": [{**asdict(e), "text": sentence(e)} for e in read_events(path)[-_LAST:]]})
-    return {"run": str(folder), "time": time.time(), "stages": stages, "training": training, "endpoints": read_endpoints(folder)}
+            ranks = read_status(path)
+            endpoints += endpoints_of(ranks, time.time())
+            training.append({"name": name, "ranks": ranks, "events": [{**asdict(e), "text": sentence(e)} for e in read_events(path)[-_LAST:]]})
+    return {"run": str(folder), "time": time.time(), "stages": stages, "trained": trained, "training": training, "endpoints": endpoints}
 
 
 def run(recipe: Recipe, as_json: bool, say: Callable[[str], None]) -> None:
@@ -50,14 +53,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     """The same for people."""
     signs = {"done": "[x]", "working": "[~]", "missing": "[ ]"}
     text = [f"run {found['run']}", "  ".join(f"{signs[state]} {name}" for name, state in found["stages"].items())]
+    for name, about in found["trained"].items():
+        done = f"{about['steps']:,} steps in {_time(about['train_seconds'])}, acceptance length {about['acceptance_length']:.3f} in validation"
+        text.append(f"{name}: {about['algorithm']}, {done}; what happened is in {name}/{JOURNAL}")
     for training in found["training"]:
         text += _training(training, found["time"])
     rows = found["endpoints"]
-    if rows and found["training"]:
-        text += ["", f"servers ({sum(r['tokens_per_second'] for r in rows.values()):,.0f} tokens/s of late):"]
+    if rows:
+        text += ["", f"servers ({sum(r['tokens_per_second'] for r in rows):,.0f} tokens/s of late):"]
         text += [
             f"  {r['url']}  {r['state']}  {r['tokens_per_second']:,.0f} tokens/s, {r['answers']:,} answers, {r['faults']:,} faults, {r['bad']:,} bad"
-            for r in rows.values()
+            for r in rows
         ]
     return text
 
@@ -94,6 +100,15 @@ def _done(path: Path, name: str) -> bool:
     except ArtifactError:
         return False
     return True
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """What a finished training says, if this is one."""
+    try:
+        about = open_artifact(path, path.name, verify=False).manifest.about
+    except ArtifactError:
+        return None
+    return about if "acceptance_length" in about else None
 
 
 def _time(seconds: float) -> str:

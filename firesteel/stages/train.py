@@ -28,7 +28,8 @@ from firesteel.stages.line import Line
 from firesteel.stages.warm import begin, warm_key
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
-from firesteel.training.journal import JOURNAL, journal
+from firesteel.training.events import JOURNAL
+from firesteel.training.journal import journal
 from firesteel.training.loop import run_validation, train
 from firesteel.training.replica import load_whole_state
 from firesteel.training.status import STATUS

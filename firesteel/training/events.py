@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 EVENTS = "events.jsonl"
+JOURNAL = "log.md"  # the page about a run (`training.journal`)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from firesteel.training.events import Event, read_events
 from firesteel.training.metrics import METRICS, read_metrics
 
-JOURNAL = "log.md"
 _VALIDATIONS, _EVENTS = 12, 40  # rows of a page at most
 
 

@@ -22,7 +22,7 @@ from firesteel.training.metrics import MetricsLog
 from firesteel.training.optimizer import Optimizers, lr_scale
 from firesteel.training.replica import Replica, wants_shards
 from firesteel.training.schedule import loss_weights, progress_of
-from firesteel.training.status import Metrics, Status
+from firesteel.training.status import Metrics, Status, endpoints_of, read_status
 from firesteel.training.step import Gradients, TrainJob, compute_loss, gradients, loss_of, settle
 from firesteel.training.validation import Validation, validate
 from firesteel.training.watch import Lookout, free_bytes
@@ -141,10 +141,14 @@ def train(job: TrainJob) -> TrainResult:
 
 
 def open_lookout(job: TrainJob) -> Lookout:
-    """Rank 0 looks out for all."""
-    return Lookout(
-        job.watch, EventLog(job.folder) if job.world.first else None, lambda text: job.on_step({"alarm": text}), job.source.endpoints, free_bytes(job.folder)
-    )
+    """Rank 0 looks out for all, at the servers of other ranks through what these say of themselves."""
+
+    def endpoints() -> list[dict[str, Any]]:
+        others = [r for r in read_status(job.folder) if r["rank"] != job.world.rank] if job.world.size > 1 else []
+        return endpoints_of([{"time": time.time(), "endpoints": job.source.endpoints()}, *others], time.time())
+
+    log = EventLog(job.folder) if job.world.first else None
+    return Lookout(job.watch, log, lambda text: job.on_step({"alarm": text}), endpoints, free_bytes(job.folder))
 
 
 def open_status(job: TrainJob) -> tuple[Status, Metrics | None]:

@@ -21,6 +21,8 @@ from firesteel.errors import FiresteelError, RecipeError
 STATUS = "status"  # folder of a training run with a file for each rank
 EVERY = 5.0  # seconds between files
 _SPAN = 30.0  # seconds over which rates are taken
+_STALE = 60.0  # seconds after which what a rank said of its servers is no news
+_ADDED = ("flying", "answers", "faults", "bad", "tokens_per_second")
 
 # Name, kind, field of the status, help.
 _METRICS = (
@@ -84,7 +86,7 @@ class Status:
         """Leave the file; a disk without room for it does not stop training."""
         with suppress(OSError, FiresteelError):
             self.path.parent.mkdir(exist_ok=True)
-            write_atomic(self.path, json.dumps({**self.values, "time": time.time()}))
+            write_atomic(self.path, json.dumps({**self.values, "endpoints": self.endpoints(), "time": time.time()}))
 
     def collect(self) -> Iterable[Metric]:
         """The same for Prometheus."""
@@ -128,6 +130,17 @@ class Metrics:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def endpoints_of(ranks: Iterable[dict[str, Any]], now: float) -> list[dict[str, Any]]:
+    """The endpoints of all ranks that have spoken of late, each once: what several ranks counted is added up, and whoever has trouble with one is believed."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in (row for rank in ranks if now - rank.get("time", 0.0) < _STALE for row in rank.get("endpoints", ())):
+        known = found.setdefault(row["url"], {**row, **dict.fromkeys(_ADDED, 0)})
+        known.update({name: known[name] + row[name] for name in _ADDED})
+        if row["state"] != "up":
+            known.update(state=row["state"], error=row["error"])
+    return list(found.values())
 
 
 def read_status(folder: Path) -> list[dict[str, Any]]:

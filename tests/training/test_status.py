@@ -20,7 +20,7 @@ from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 from firesteel.stages import status as stage
 from firesteel.training.loop import train
-from firesteel.training.status import read_status
+from firesteel.training.status import endpoints_of, read_status
 
 
 def free_port() -> int:
@@ -70,11 +70,11 @@ def test_status_of_a_run_that_trains(tmp_path: Path) -> None:
     assert stage.state_of(recipe)["stages"] == dict.fromkeys(stage.STAGES, "missing")
     ArtifactWriter(recipe.run_dir / "prompts", "prompts", {}, {}).commit()
     writer = ArtifactWriter(recipe.run_dir / "train", "train", {}, {})
-    job = make_job(writer.path, max_steps=12, validate_every=6)
-    train(job)
     url = "http://127.0.0.1:1"
     rows = [{"url": url, "state": "up", "flying": 1, "answers": 7, "faults": 1, "bad": 0, "tokens_per_second": 1234.0, "error": ""}]
-    (recipe.run_dir / "endpoints.json").write_text(json.dumps(rows))
+    job = make_job(writer.path, max_steps=12, validate_every=6)
+    job.source.endpoints = lambda: rows  # type: ignore[method-assign]
+    train(job)
     found = stage.state_of(recipe)
     assert found["stages"] | {"prompts": "done", "train": "working", "package": "missing"} == found["stages"]
     (rank,) = found["training"][0]["ranks"]
@@ -88,6 +88,9 @@ def test_status_of_a_run_that_trains(tmp_path: Path) -> None:
     assert f"{url}  up  1,234 tokens/s, 7 answers, 1 faults, 0 bad" in text
     assert "training ends (budget)" in text
     assert "stopped?" not in text
+    about = {"algorithm": "dspark", "steps": 12, "train_seconds": 3.0, "acceptance_length": 1.25}
+    ArtifactWriter(recipe.run_dir / "train-dflash", "train-dflash", {}, {}).commit(about)
+    assert "train-dflash: dspark, 12 steps in 3 s, acceptance length 1.250 in validation" in "\n".join(stage.lines(stage.state_of(recipe)))
     later = "\n".join(stage.lines({**found, "time": found["time"] + 200}))
     assert "nothing heard for 3 min: stopped?" in later
 
@@ -105,6 +108,23 @@ def test_the_command_needs_no_pytorch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["stages"]["train"] == "missing"
+
+
+def test_servers_of_all_ranks_are_put_together() -> None:
+    """One that two ranks ask is counted once, with what both have seen; a rank that has long said nothing does not count."""
+
+    def row(url: str, state: str = "up", error: str = "") -> dict[str, Any]:
+        return {"url": url, "state": state, "flying": 1, "answers": 10, "faults": 2, "bad": 0, "tokens_per_second": 50.0, "error": error}
+
+    ranks = [
+        {"time": 95.0, "endpoints": [row("a"), row("b")]},
+        {"time": 99.0, "endpoints": [row("b", "resting", "gone")]},
+        {"time": 1.0, "endpoints": [row("c")]},
+        {"rank": 3},
+    ]
+    a, b = endpoints_of(ranks, 100.0)
+    assert a == row("a")
+    assert b == {"url": "b", "state": "resting", "flying": 2, "answers": 20, "faults": 4, "bad": 0, "tokens_per_second": 100.0, "error": "gone"}
 
 
 def test_a_torn_status_is_left_out(tmp_path: Path) -> None:

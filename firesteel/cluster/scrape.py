@@ -6,16 +6,10 @@ from typing import Any
 
 import yaml
 
-from firesteel.cluster.topology import Topology
+from firesteel.cluster.topology import Topology, trainer_ports
 from firesteel.recipe import Recipe
 
 _HEAD = "# For Prometheus: `prometheus --config.file THIS_FILE`, or take over its scrape_configs.\n"
-
-
-def trainer_ports(recipe: Recipe, processes: int) -> list[int]:
-    """Ports at which the trainers of a node show their metrics; none without `watch.metrics_port`."""
-    first = recipe.watch.metrics_port
-    return [] if first is None else list(range(first, first + processes))
 
 
 def scrape_config(recipe: Recipe, topology: Topology) -> str:

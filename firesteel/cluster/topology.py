@@ -155,10 +155,14 @@ def _ports(recipe: Recipe, servers: list[ServerSpot], trainers: list[TrainerSpot
     if master is not None:
         port = recipe.hidden.mooncake.port
         listeners += [(master.name, port, "Mooncake master"), (master.name, port + 1, "metrics of the Mooncake master")]
-    first = recipe.watch.metrics_port
-    if first is not None:
-        listeners += [(t.node.name, first + i, f"metrics of trainer {t.name}, process {i}") for t in trainers for i in range(t.processes)]
+    listeners += [(t.node.name, port, f"metrics of trainer {t.name}") for t in trainers for port in trainer_ports(recipe, t.processes)]
     return listeners
+
+
+def trainer_ports(recipe: Recipe, processes: int) -> list[int]:
+    """Ports at which the trainers of a node show their metrics; none without `watch.metrics_port`."""
+    first = recipe.watch.metrics_port
+    return [] if first is None else list(range(first, first + processes))
 
 
 def _once(names: list[str], setting: str) -> None:

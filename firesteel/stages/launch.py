@@ -12,9 +12,9 @@ from firesteel.cluster.kubernetes import address_of, manifests, trainer_address
 from firesteel.cluster.probe import check_versions
 from firesteel.cluster.process import Process, blocks, check_startable, unknown_address
 from firesteel.cluster.running import Running
-from firesteel.cluster.scrape import scrape_config, trainer_ports
+from firesteel.cluster.scrape import scrape_config
 from firesteel.cluster.slurm import batch_script
-from firesteel.cluster.topology import CPU, ServerSpot, Topology, TrainerSpot, make_topology
+from firesteel.cluster.topology import CPU, ServerSpot, Topology, TrainerSpot, make_topology, trainer_ports
 from firesteel.endpoints.roster import FILE as ENDPOINTS
 from firesteel.endpoints.roster import write_urls
 from firesteel.errors import RecipeError

@@ -29,8 +29,8 @@ def state_of(recipe: Recipe) -> dict[str, Any]:
         `name`, `ranks`, `events`) and `endpoints` (rows).
     """
     folder = recipe.run_dir
-    working = sorted(p for p in folder.glob(f"*{_PARTIAL}") if (p / WORK).is_file()) if folder.is_dir() else []
-    stages = {name: "done" if _done(folder / name, name) else "missing" for name in STAGES}
+    working = sorted(p for p in folder.glob(f"*{_PARTIAL}") if (p / WORK).is_file())
+    stages = {name: "missing" if _about(folder / name) is None else "done" for name in STAGES}
     trained = {p.name: about for p in sorted(folder.glob("train*")) if (about := _about(p)) is not None}
     training, endpoints = [], []
     for path in working:
@@ -94,21 +94,12 @@ def _training(training: dict[str, Any], now: float) -> list[str]:
     return text
 
 
-def _done(path: Path, name: str) -> bool:
-    try:
-        open_artifact(path, name, verify=False)
-    except ArtifactError:
-        return False
-    return True
-
-
 def _about(path: Path) -> dict[str, Any] | None:
-    """What a finished training says, if this is one."""
+    """What the manifest of a finished stage says, if this is one."""
     try:
-        about = open_artifact(path, path.name, verify=False).manifest.about
+        return open_artifact(path, path.name, verify=False).manifest.about
     except ArtifactError:
         return None
-    return about if "acceptance_length" in about else None
 
 
 def _time(seconds: float) -> str:

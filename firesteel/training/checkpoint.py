@@ -86,12 +86,14 @@ class Saver:
     Attributes:
         held: seconds that saving has kept training waiting.
         saves: states begun.
+        size: bytes of a state, all ranks' parts together, about: parameters and two momenta.
         at: the step of the last state that is whole on disk (rank 0), -1 without one.
     """
 
     def __init__(self, folder: Path, drafter: nn.Module, optimizers: Optimizers, world: World, settings: dict[str, Any]) -> None:
         self.folder, self.drafter, self.optimizers, self.world, self.settings = folder / STATE, drafter, optimizers, world, settings
         self.held, self.saves, self.at = 0.0, 0, -1
+        self.size = 3 * sum(p.numel() * p.element_size() for p in drafter.parameters())
         # The thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
@@ -103,11 +105,6 @@ class Saver:
     def busy(self) -> bool:
         """Whether this rank is still saving."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def size(self) -> int:
-        """Bytes of a state, all ranks' parts together, about: parameters and two momenta."""
-        return 3 * sum(p.numel() * p.element_size() for p in self.drafter.parameters())
 
     def begin(self, progress: Progress, *, good: bool = False) -> None:
         """Save how things stand now, beside what comes next; before the optimizer's next step `let_copy` must be called.

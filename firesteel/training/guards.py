@@ -31,8 +31,8 @@ class StepGuard:
     def __init__(self, settings: recipes.Watch, budget: int) -> None:
         self.settings, self.budget = settings, budget
 
-    def judge(self, progress: Progress, loss: float, norm: float) -> tuple[Verdict, str]:
-        """What to do with the step after `progress.step`, and why not take it.
+    def judge(self, progress: Progress, loss: float, norm: float) -> tuple[Verdict, str, str]:
+        """What to do with the step after `progress.step`; where it is not taken, the rule that says so, and what was seen.
 
         A step that is not finite or whose loss is a spike is skipped; with `watch.spikes` of them among the last `WINDOW` steps training
         is to go back to its last good state.
@@ -40,15 +40,15 @@ class StepGuard:
         Raises:
             TrainingError: the budget of non-finite steps is used up.
         """
-        why = self._trouble(progress, loss, norm)
-        if why is None:
+        trouble = self._trouble(progress, loss, norm)
+        if trouble is None:
             progress.losses = [*progress.losses, loss][-WINDOW:]
-            return "take", ""
+            return "take", "", ""
         step = progress.step + 1
         progress.troubles = [s for s in progress.troubles if s > step - WINDOW] + [step]
-        return ("return" if len(progress.troubles) >= self.settings.spikes else "skip"), why
+        return ("return" if len(progress.troubles) >= self.settings.spikes else "skip"), *trouble
 
-    def _trouble(self, progress: Progress, loss: float, norm: float) -> str | None:
+    def _trouble(self, progress: Progress, loss: float, norm: float) -> tuple[str, str] | None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             progress.skipped += 1
             if progress.skipped > self.budget:
@@ -57,12 +57,12 @@ class StepGuard:
                     f"train.nonfinite_budget={self.budget} forgives no more",
                     mend="lower train.lr, or look for bad rows with `firesteel check RECIPE`; the last good state is kept and the same command resumes from it",
                 )
-            return f"loss {loss}, gradient norm {norm}"
+            return "non-finite", f"loss {loss}, gradient norm {norm}"
         if self.settings.spike is not None and len(progress.losses) >= _FEWEST:
             usual = median(progress.losses)
             if loss > self.settings.spike * usual > 0:
                 progress.spiked += 1
-                return f"loss {loss:.3f} where {usual:.3f} is usual"
+                return "spike", f"loss {loss:.3f} where {usual:.3f} is usual"
         return None
 
     def falls(self, progress: Progress, acceptance_length: float) -> bool:

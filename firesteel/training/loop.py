@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -97,14 +96,13 @@ def train(job: TrainJob) -> TrainResult:
             norm = settle(job.drafter, denominator or 1.0, job.train.clip)
             loss /= denominator or 1.0
             saver.let_copy()
-            verdict, why = guard.judge(progress, loss, norm)
+            verdict, rule, why = guard.judge(progress, loss, norm)
             if verdict == "take":
                 optimizers.step()
             progress.step += 1
             progress.batch += job.batches_per_step
             progress.seconds = seconds
             if verdict != "take":
-                rule = "spike" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
                 watch.tell(progress.step, rule, why, "the step is not taken")
                 if verdict == "return":
                     _go_back(job, saver, progress, watch, rule, f"{len(progress.troubles)} of the last {WINDOW} steps were not taken")
@@ -265,7 +263,7 @@ def _report(
     if log is not None and (progress.step % _LOG_EVERY == 0 or progress.step == 1):
         means = _means(share.last)
         watch.saw(next((right for right in means["correct_per_slot"] if right > 0), 0.0))  # DFlash's slot 0 drafts nothing
-        log.write("train", progress.step, values | {"saving": saver.held} | means | job.source.report())
+        log.write("train", progress.step, values | means | job.source.report())
     warning = saver.error()
     if warning is not None:
         watch.tell(progress.step, "checkpoint", warning, "training goes on")

@@ -109,6 +109,10 @@ class Responses(Section):
     top_k: int | None = Field(None, description="Sample among the k likeliest tokens only.", ge=1)
     samples: int = Field(1, description="Answers per training prompt (more than 1 needs temperature > 0).", ge=1)
     batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of products while a float32 target on a CPU answers training prompts; `auto`: bfloat16 where the processor has it.",
+    )
     engine: Literal["local", "endpoints"] = Field("local", description="Who answers: the target in this process, or the servers of responses.servers.")
     servers: Responders = Field(default_factory=Responders, description="Servers that answer, with responses.engine=endpoints.")
     answers: str | None = Field(

@@ -72,12 +72,41 @@ static inline __attribute__((always_inline)) void scores(const float *const *q, 
   for (int r = 0; r < n; r++) *(vec *)(out + r * B) = a[r];
 }
 
+/* up to 4 output rows, each faded and given its shares p of the slots begin .. end of a block of values */
+static inline __attribute__((always_inline)) void mix(const float *p, const float *fade, const float *v, long d, int begin, int end, float *out, const int n) {
+  long c = 0;
+  for (; c + 16 <= d; c += 16) {
+    vec y[4];
+    for (int r = 0; r < n; r++) y[r] = *(const vec *)(out + r * d + c) * fade[r];
+    for (int j = begin; j < end; j++) {
+      vec share = *(const vec *)(v + j * d + c);
+      for (int r = 0; r < n; r++) y[r] += p[r * B + j] * share;
+    }
+    for (int r = 0; r < n; r++) *(vec *)(out + r * d + c) = y[r];
+  }
+  for (; c < d; c++)
+    for (int r = 0; r < n; r++) {
+      float y = out[r * d + c] * fade[r];
+      for (int j = begin; j < end; j++) y += p[r * B + j] * v[j * d + c];
+      out[r * d + c] = y;
+    }
+}
+
+/* f for 4 of the rows at a time, and for the rest together: several sums in flight, each number of a block read once */
+#define FOUR(f, ...) { \
+    long r = 0; \
+    for (; r + 4 <= rows; r += 4) f(__VA_ARGS__, 4); \
+    if (rows - r == 3) f(__VA_ARGS__, 3); \
+    else if (rows - r == 2) f(__VA_ARGS__, 2); \
+    else if (rows - r == 1) f(__VA_ARGS__, 1); \
+  }
+
 /* one tile: `tokens` consecutive tokens of one sequence and the `group` queries of each that share key head h */
 static void tile(const float *x, float *out, long width, long queries, long heads, long group, long h, long d, long first, long tokens,
                  const int *low, const int *high, const int *table, const float *keys, const float *values, float scale) {
   long rows = tokens * group;
   const float *q[ROWS];
-  float acc[ROWS * MAX_DIM], top[ROWS], sum[ROWS], s[ROWS * B];
+  float acc[ROWS * MAX_DIM], top[ROWS], sum[ROWS], fade[ROWS], s[ROWS * B];
   int from = low[first], to = high[first];
   for (long t = 0; t < tokens; t++) {
     if (low[first + t] < from) from = low[first + t];
@@ -88,36 +117,33 @@ static void tile(const float *x, float *out, long width, long queries, long head
   memset(acc, 0, rows * d * sizeof(float));
   for (long b = from / B; b * B < to; b++) {
     const float *k = keys + (table[b] * heads + h) * d * B, *v = values + (table[b] * heads + h) * d * B;
-    long r = 0;
-    for (; r + 4 <= rows; r += 4) scores(q + r, k, d, s + r * B, 4);
-    for (; r < rows; r++) scores(q + r, k, d, s + r * B, 1);
-    for (r = 0; r < rows; r++) {
-      float *p = s + r * B, peak = top[r];
+    if ((b + 1) * B < to) { /* blocks lie anywhere: processors do not fetch ahead from one to the next by themselves */
+      const float *next = keys + (table[b + 1] * heads + h) * d * B, *after = values + (table[b + 1] * heads + h) * d * B;
+      for (long j = 0; j < d * B; j += 16) { __builtin_prefetch(next + j); __builtin_prefetch(after + j); }
+    }
+    FOUR(scores, q + r, k, d, s + r * B)
+    int from_slot = B, to_slot = 0;
+    for (long r = 0; r < rows; r++) {
+      float *p = s + r * B, peak = top[r], total = 0;
       int begin = low[first + r / group] - (int)(b * B), end = high[first + r / group] - (int)(b * B);
       if (begin < 0) begin = 0;
       if (end > B) end = B;
-      if (begin >= end) continue;
+      if (begin >= end) {
+        for (int j = 0; j < B; j++) p[j] = 0.0f;
+        fade[r] = 1.0f;
+        continue;
+      }
+      if (begin < from_slot) from_slot = begin;
+      if (end > to_slot) to_slot = end;
       for (int j = 0; j < B; j++) p[j] = j >= begin && j < end ? p[j] * scale : -INFINITY;
       for (int j = 0; j < B; j++) peak = p[j] > peak ? p[j] : peak;
-      float *o = acc + r * d, fade = e(top[r] - peak), total = 0;
+      fade[r] = e(top[r] - peak);
       top[r] = peak;
       for (int j = 0; j < B; j++) p[j] = j >= begin && j < end ? e(p[j] - peak) : 0.0f;
       for (int j = 0; j < B; j++) total += p[j];
-      sum[r] = sum[r] * fade + total;
-      if (d % 16 == 0) {
-        for (long c = 0; c < d; c += 16) {
-          vec y = *(vec *)(o + c) * fade;
-          for (int j = begin; j < end; j++) y += p[j] * *(const vec *)(v + j * d + c);
-          *(vec *)(o + c) = y;
-        }
-      } else {
-        for (long c = 0; c < d; c++) {
-          float y = o[c] * fade;
-          for (int j = begin; j < end; j++) y += p[j] * v[j * d + c];
-          o[c] = y;
-        }
-      }
+      sum[r] = sum[r] * fade[r] + total;
     }
+    FOUR(mix, s + r * B, fade + r, v, d, from_slot, to_slot, acc + r * d)
   }
   for (long r = 0; r < rows; r++) {
     float f = sum[r] > 0 ? 1.0f / sum[r] : 0.0f, *o = out + (first + r / group) * queries * d + (h * group + r % group) * d;

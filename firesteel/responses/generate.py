@@ -1,4 +1,4 @@
-"""Batched generation with a KV cache: many prompts at once, finished rows leave the batch."""
+"""Batched generation with a KV cache: how tokens are chosen, and padded batches, which finished rows leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firesteel.target.batch import BatchSession
+from firesteel.target.batch import TransformersBatch
 
 _NUCLEUS = 512  # likeliest tokens that are looked at first: sorting a whole vocabulary costs more than the forward pass
 _COMPACT_SHARE = 0.75  # rows leave the cache when fewer than this share of it still write
@@ -42,31 +42,35 @@ class Sampling:
     seed: int = 0
 
 
-class _Row:
+class Row:
+    """A prompt that is being answered: `index` among the asked, tokens so far, and how it draws."""
+
     def __init__(self, index: int, ask: Ask, sampling: Sampling) -> None:
-        self.index = index
+        self.index, self.most = index, sampling.max_new_tokens
         self.tokens: list[int] = []
         digest = hashlib.sha256(f"{sampling.seed}/{ask.name}".encode()).digest()
         # A generator of its own: the answer does not depend on which other prompts share the batch.
         self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
+    def add(self, token: int, ends: set[int]) -> Answer | None:
+        """The answer, if this token ends it."""
+        self.tokens.append(token)
+        if token in ends:
+            return Answer(self.tokens, "stop")
+        return Answer(self.tokens, "length") if len(self.tokens) == self.most else None
 
-def generate_batch(session: BatchSession, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int]) -> list[Answer]:
+
+def generate_batch(session: TransformersBatch, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int]) -> list[Answer]:
     """Answer every prompt of one batch."""
     ends = set(eos_ids)
-    rows = [_Row(i, ask, sampling) for i, ask in enumerate(asks)]
+    rows = [Row(i, ask, sampling) for i, ask in enumerate(asks)]
     answers: list[Answer | None] = [None] * len(asks)
-    logits = session.start([a.token_ids for a in asks], sampling.max_new_tokens)
+    logits = session.start([a.token_ids for a in asks])
     while True:
         chosen = choose(logits, sampling, [r.generator for r in rows])
         for row, token in zip(rows, chosen.tolist(), strict=True):
-            if answers[row.index] is not None:
-                continue
-            row.tokens.append(token)
-            if token in ends:
-                answers[row.index] = Answer(row.tokens, "stop")
-            elif len(row.tokens) == sampling.max_new_tokens:
-                answers[row.index] = Answer(row.tokens, "length")
+            if answers[row.index] is None:
+                answers[row.index] = row.add(token, ends)
         live = [i for i, r in enumerate(rows) if answers[r.index] is None]
         if not live:
             return [a for a in answers if a is not None]

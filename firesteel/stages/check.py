@@ -12,10 +12,13 @@ from firesteel.errors import ResourceError
 from firesteel.hidden.stores import predict_bytes
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
+from firesteel.responses.generate import Ask, Sampling
+from firesteel.responses.generator import Generator
 from firesteel.stages.configure import preflight
 from firesteel.stages.line import Line
 from firesteel.stages.states import check_servers
 
+_STEPS = 8  # tokens that a trial answer goes on
 _SAMPLE = 64
 
 
@@ -70,15 +73,20 @@ def run(line: Line) -> None:
 
 
 def _pace(line: Line) -> tuple[float, float]:
-    """Tokens per second of a forward pass, and of batched generation (a batch's step, taken as a short forward pass over as many tokens)."""
-    model, vocab = line.target.model, line.target.spec.vocab_size
-    size = line.recipe.responses.batch_size
+    """Tokens per second of a forward pass, and of answers written `responses.batch_size` at a time."""
+    target, recipe = line.target, line.recipe.responses
+    ids = torch.randint(target.spec.vocab_size, (1, 256), generator=torch.Generator().manual_seed(0)).to(target.device)
     times = []
     with torch.inference_mode():
-        for shape in ((1, 256), (size, 1)):
-            ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(line.target.device)
-            model(ids, use_cache=False, logits_to_keep=1)
+        for _ in range(2):
             started = time.perf_counter()
-            model(ids, use_cache=False, logits_to_keep=1)
-            times.append(ids.numel() / (time.perf_counter() - started))
-    return times[0], times[1]
+            target.model(ids, use_cache=False, logits_to_keep=1)
+            times.append(time.perf_counter() - started)
+    generator = Generator(target.model, recipe.batch_size, recipe.precision)
+    asks = [Ask(str(i), ids[0, :16].tolist()) for i in range(recipe.batch_size)]
+    spans = []
+    for tokens in (_STEPS + 1, 1, _STEPS + 1):  # the first also packs weights
+        started = time.perf_counter()
+        generator.answers(asks, Sampling(tokens), ())
+        spans.append(time.perf_counter() - started)
+    return ids.numel() / min(times), _STEPS * len(asks) / max(spans[2] - spans[1], 1e-9)

@@ -17,7 +17,7 @@ from firesteel.kernels.paged import BLOCK
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import FullVocabulary, Parts, package_parts
 from firesteel.stages.schedule import batch_scheduler
-from firesteel.target.paged import PagedTarget
+from firesteel.target.paged import PagedTarget, block_bytes
 from firesteel.target.session import TargetSession
 
 _GIB = 2**30
@@ -111,10 +111,5 @@ def _policy(line: Line, engine: Engine, parts: Parts | None) -> LengthPolicy:
 
 def _block_bytes(line: Line, parts: Parts | None) -> int:
     """What a block of positions takes in the caches of target and drafter."""
-    config = line.target.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    floats = 2 * config.num_hidden_layers * heads * dim
-    if parts is not None:
-        floats += 2 * parts.config.num_layers * parts.config.num_kv_heads * parts.config.head_dim
-    return BLOCK * floats * _FLOAT
+    drafter = 0 if parts is None else 2 * BLOCK * parts.config.num_layers * parts.config.num_kv_heads * parts.config.head_dim * _FLOAT
+    return block_bytes(line.target.model) + drafter

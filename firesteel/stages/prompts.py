@@ -15,13 +15,14 @@ from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.sources import BUILTIN_FOLDER, load_sources
 from firesteel.prompts.synthesis import accept_synthesized, synthesis_prefix
 from firesteel.prompts.template import answer_text, keep_fitting
-from firesteel.responses.generate import Ask, Sampling, generate_batch
+from firesteel.responses.generate import Ask, Sampling
+from firesteel.responses.generator import Generator
 from firesteel.stages.line import Line
-from firesteel.target.batch import make_batch_session
 
 T = TypeVar("T")
 NAME = "prompts"
 SPLITS = ("train", "validation", "eval")
+_ROUNDS = 4  # prompts asked for at a time, in batches: a few are written for nothing at the end, and the batch stays full till then
 _SYNTHESIS = Sampling(max_new_tokens=160, temperature=1.0, top_p=0.95)
 
 
@@ -90,14 +91,14 @@ def _synthesize(line: Line, count: int, domain: str, number: int, dropped: Dropp
     """Let the target continue its own empty user turn until `count` usable prompts are there (at most three times as many tries)."""
     target, recipe = line.target, line.recipe
     prefix = synthesis_prefix(target.tokenizer)
-    session = make_batch_session(target.model)
+    generator = Generator(target.model, recipe.responses.batch_size, recipe.responses.precision)
     found: list[Prompt] = []
-    tried, size = 0, recipe.responses.batch_size
+    tried, size = 0, _ROUNDS * recipe.responses.batch_size
     sampling = Sampling(_SYNTHESIS.max_new_tokens, _SYNTHESIS.temperature, _SYNTHESIS.top_p, seed=recipe.seed)
     with line.screen.bar("synthesising prompts", count) as bar:
         while len(found) < count and tried < 3 * count:
             asks = [Ask(f"synthesis/{number}/{tried + i}", prefix) for i in range(min(size, 3 * count - tried))]
-            for answer in generate_batch(session, asks, sampling, target.spec.eos_ids):
+            for answer in generator.answers(asks, sampling, target.spec.eos_ids):
                 tried += 1
                 if answer.finish_reason == "length":
                     dropped.add("synthesized text too long", f"synthesized-{tried}")

@@ -14,11 +14,11 @@ from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Message, Prompt
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
 from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
-from firesteel.responses.generate import Answer, Ask, Sampling, generate_batch
+from firesteel.responses.generate import Answer, Ask, Sampling
+from firesteel.responses.generator import Generator
 from firesteel.responses.served import Answers, Completions, run_conversations
 from firesteel.stages import prompts as prompts_stage
-from firesteel.stages.line import Line
-from firesteel.target.batch import make_batch_session
+from firesteel.stages.line import Bar, Line
 
 NAME = "responses"
 SPLITS = ("train", "validation")
@@ -45,7 +45,7 @@ def run(line: Line) -> Artifact:
     """Answer every training and validation prompt (held-out ones are answered while they are measured)."""
     prompts = line.input("prompts")
     settings = {
-        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers", "engine", "servers"}),
+        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "precision", "answers", "engine", "servers"}),
         "seed": line.recipe.seed,
         "target": prompts_stage.target_settings(line),
     }
@@ -78,13 +78,18 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     for split in SPLITS:
         samples = recipe.samples if split == "train" else 1
         jobs[split] = [_Job(p, s, answer_key(p, s, said, fingerprint)) for p in prompts_stage.read_prompts(prompts, split) for s in range(samples)]
-    missing = [j for split in SPLITS for j in jobs[split] if j.key not in known]
-    total = sum(map(len, jobs.values()))
-    if len(missing) < total:
-        line.screen.say(f"responses: {total - len(missing)} of {total} answers are on file")
-    if missing:
-        answer = _answer if recipe.engine == "local" else _answer_served
-        answer(line, missing, sampling, known, writer / _WORK)
+    missing = {split: [j for j in jobs[split] if j.key not in known] for split in SPLITS}
+    total, due = sum(map(len, jobs.values())), sum(map(len, missing.values()))
+    if due < total:
+        line.screen.say(f"responses: {total - due} of {total} answers are on file")
+    if due and recipe.engine == "endpoints":
+        _answer_served(line, missing["train"] + missing["validation"], sampling, known, writer / _WORK)
+    elif due:
+        with line.screen.bar("answering", sum(len(j.prompt.slots) for found in missing.values() for j in found)) as bar:
+            for split in SPLITS:
+                # Validation promises what decoding must keep, token by token: its texts are those of the whole target.
+                precision = recipe.precision if split == "train" else "float32"
+                _answer(line, missing[split], sampling, precision, known, writer / _WORK, bar)
     about: dict[str, Any] = {"target": line.target.spec.to_dict()}
     for split in SPLITS:
         answers = [known[j.key] for j in jobs[split]]
@@ -96,27 +101,25 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     return about
 
 
-def _answer(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:
-    target, size = line.target, line.recipe.responses.batch_size
-    session = make_batch_session(target.model)
-    made = 0
-    with line.screen.bar("answering", sum(len(j.prompt.slots) for j in jobs)) as bar:
-        turn = 0
-        while waiting := [j for j in jobs if not j.finished]:
-            asks = {id(j): encode_prompt(target.tokenizer, j.prompt.history(j.messages), j.prompt.tools, where=j.prompt.where) for j in waiting}
-            # Prompts of like length share a batch: little padding.
-            waiting.sort(key=lambda j: len(asks[id(j)]))
-            for at in range(0, len(waiting), size):
-                group = waiting[at : at + size]
-                answers = generate_batch(session, [Ask(f"{j.key}/{turn}", asks[id(j)]) for j in group], sampling, target.spec.eos_ids)
-                for job, answer in zip(group, answers, strict=True):
-                    job.turns.append(_turn(target.tokenizer, answer))
-                made += sum(len(a.token_ids) for a in answers)
-                finished = [Answered(j.key, j.prompt.key, j.sample, j.turns) for j in group if j.finished]
-                append_answers(work, finished)
-                known.update({a.key: a for a in finished})
-                bar.advance(len(group), f"{made} tokens")
-            turn += 1
+def _answer(line: Line, jobs: list[_Job], sampling: Sampling, precision: str, known: dict[str, Answered], work: Path, bar: Bar) -> None:
+    target = line.target
+    generator = Generator(target.model, line.recipe.responses.batch_size, precision)
+    made = turn = 0
+    while waiting := [j for j in jobs if not j.finished]:
+        asks = [Ask(f"{j.key}/{turn}", encode_prompt(target.tokenizer, j.prompt.history(j.messages), j.prompt.tools, where=j.prompt.where)) for j in waiting]
+
+        def done(index: int, answer: Answer, waiting: list[_Job] = waiting) -> None:
+            nonlocal made
+            job = waiting[index]
+            job.turns.append(_turn(target.tokenizer, answer))
+            made += len(answer.token_ids)
+            if job.finished:
+                known[job.key] = Answered(job.key, job.prompt.key, job.sample, job.turns)
+                append_answers(work, [known[job.key]])
+            bar.advance(1, f"{made} tokens")
+
+        generator.run(asks, sampling, target.spec.eos_ids, done)
+        turn += 1
 
 
 def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:

@@ -94,9 +94,10 @@ class LeanDecoder:
         model: a Transformers causal model that `lean_refusal` has nothing against.
         layer_ids: captured layers, as in `hidden_states` (0 = embeddings, number of layers = before the final norm).
         max_length: positions that the cache holds.
+        half: multiply in bfloat16 in the layers; the head's products stay float32, for rounded logits would have ties.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], max_length: int) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int], max_length: int, *, half: bool = False) -> None:
         inner = decoder(model)
         norm: Any = final_norm(model)
         first = inner.layers[0].self_attn
@@ -112,9 +113,9 @@ class LeanDecoder:
         cos, sin = inner.rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
         if cos.shape[-1] != self.dim:
             raise ValueError("rotary embedding over a part of the head only")
-        half = self.dim // 2
-        self.rotation = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-        self.layers = [self._layer(layer, max_length) for layer in inner.layers]
+        pairs = self.dim // 2
+        self.rotation = torch.complex(cos[0, :, :pairs].float(), sin[0, :, :pairs].float())
+        self.layers = [self._layer(layer, max_length, half) for layer in inner.layers]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start: int, keep: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +166,7 @@ class LeanDecoder:
         other.layers = [replace(layer, keys=torch.zeros_like(layer.keys), values=torch.zeros_like(layer.values)) for layer in self.layers]
         return other
 
-    def _layer(self, layer: Any, max_length: int) -> _Layer:
+    def _layer(self, layer: Any, max_length: int, half: bool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         # Row order within a head of q and k: halves interleaved, so that rotated pairs lie side by side as complex
         # numbers do. Dot products of q and k do not change when both are permuted alike.
@@ -182,15 +183,15 @@ class LeanDecoder:
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
             input_eps=_epsilon(layer.input_layernorm),
-            qkv=PackedLinear(weight, bias),
+            qkv=PackedLinear(weight, bias, half=half),
             qk_norm=qk_norm,
             scale=float(attention.scaling),
-            out=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
+            out=PackedLinear(attention.o_proj.weight, attention.o_proj.bias, half=half),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             mlp_eps=_epsilon(layer.post_attention_layernorm),
-            gate=PackedLinear(mlp.gate_proj.weight, mlp.gate_proj.bias),
-            up=PackedLinear(mlp.up_proj.weight, mlp.up_proj.bias),
-            down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate=PackedLinear(mlp.gate_proj.weight, mlp.gate_proj.bias, half=half),
+            up=PackedLinear(mlp.up_proj.weight, mlp.up_proj.bias, half=half),
+            down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias, half=half),
             keys=torch.zeros(self.kv_heads, max_length, self.dim),
             values=torch.zeros(self.kv_heads, max_length, self.dim),
         )

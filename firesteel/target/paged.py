@@ -20,6 +20,7 @@ from firesteel.target.lean import LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 
 _TOLERANCE = 1e-4
+_HALF_TOLERANCE = 0.1  # of the largest value: eight bits, through all layers
 
 
 class PagedTarget:
@@ -30,6 +31,7 @@ class PagedTarget:
         layer_ids: captured layers, as in `hidden_states`.
         max_length: positions that one sequence may have.
         blocks: of `BLOCK` positions each, in the cache.
+        half: see `LeanDecoder`.
         spare: steps of at most this many tokens leave one core to others. They are bound by memory, which one core less reads as fast; and where
             something else wants a core (a server, its clients), every product of a step that counts on all of them waits for the one it lost.
 
@@ -39,17 +41,17 @@ class PagedTarget:
 
     shares_prefix = True
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int, spare: int = 0) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int, half: bool = False, spare: int = 0) -> None:
         if why := lean_refusal(model, max_length):
             raise TargetError(f"this target cannot run batched: {why}", mend="it is served sequence by sequence")
-        self._lean = lean = LeanDecoder(model, layer_ids, 1)
-        self.layer_ids, self.max_length = lean.layer_ids, max_length
+        self._lean = lean = LeanDecoder(model, layer_ids, 1, half=half)
+        self.layer_ids, self.max_length, self.blocks = lean.layer_ids, max_length, blocks
         self._spare, self._threads = spare, torch.get_num_threads()
         cos, sin = decoder(model).rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
-        half = lean.dim // 2
-        self._rotary = Rotary(cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous(), interleaved=True)
+        pairs = lean.dim // 2
+        self._rotary = Rotary(cos[0, :, :pairs].float().contiguous(), sin[0, :, :pairs].float().contiguous(), interleaved=True)
         self._caches = make_caches(len(lean.layers), blocks, lean.kv_heads, lean.dim, torch.device("cpu"))
-        self._check(model)
+        self._check(model, _HALF_TOLERANCE if half else _TOLERANCE)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, spans: Sequence[Span], keep: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ class PagedTarget:
     def forget(self, key: int) -> None:
         """Nothing: what a sequence had lies in blocks, which the pool gives to others."""
 
-    def _check(self, model: Any) -> None:
+    def _check(self, model: Any, tolerance: float) -> None:
         """Compare with the model's own pass: two texts, in one step and in pieces.
 
         Raises:
@@ -106,5 +108,13 @@ class PagedTarget:
             got = self.forward(texts[:, begin:end].reshape(-1), spans, [end - begin] * 2)
             for mine, own in zip(got, (logits[:, begin:end].flatten(0, 1), aux[:, begin:end].flatten(0, 1)), strict=True):
                 off = (mine - own).abs().max() / own.abs().max().clamp_min(1e-30) if own.numel() else torch.zeros(())
-                if not float(off) <= _TOLERANCE:
+                if not float(off) <= tolerance:
                     raise TargetError(f"the batched engine's results differ from the model's by {float(off):.1e} of the largest value", mend="please report it")
+
+
+def block_bytes(model: Any) -> int:
+    """What a block of positions takes in a `PagedTarget`'s cache."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * BLOCK * config.num_hidden_layers * heads * dim * torch.float32.itemsize)

@@ -7,9 +7,9 @@ import json
 import threading
 from typing import Any
 
-from firesteel.responses.generate import Ask, Sampling, generate_batch
+from firesteel.responses.generate import Ask, Sampling
+from firesteel.responses.generator import Generator
 from firesteel.stages.line import Line
-from firesteel.target.batch import make_batch_session
 
 
 class OpenAiFake:
@@ -18,7 +18,7 @@ class OpenAiFake:
     def __init__(self, line: Line, *, fail_every: int = 0, stop_after: int | None = None) -> None:
         self.line, self.fail_every, self.stop_after = line, fail_every, stop_after
         self.asked = self.answered = 0
-        self._session = make_batch_session(line.target.model)
+        self._generator = Generator(line.target.model, 1, "float32")
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
@@ -62,5 +62,5 @@ class OpenAiFake:
             return 500, {"error": {"message": "out of order"}}
         self.answered += 1
         sampling = Sampling(body["max_tokens"])
-        answer = generate_batch(self._session, [Ask("", body["prompt"])], sampling, self.line.target.spec.eos_ids)[0]
+        answer = self._generator.answers([Ask("", body["prompt"])], sampling, self.line.target.spec.eos_ids)[0]
         return 200, {"choices": [{"finish_reason": answer.finish_reason, "token_ids": answer.token_ids, "stop_reason": None}]}

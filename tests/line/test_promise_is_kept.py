@@ -63,7 +63,7 @@ def test_decoding_walks_the_rounds_that_validation_replayed(name: str, llama_fol
     settings = recipe_settings(
         hybrid_folder if mtp else llama_folder,
         drafter=DRAFTERS[name],
-        responses={"max_new_tokens": 24},
+        responses={"max_new_tokens": 24, "precision": "float32"},
         # States captured with bfloat16 products are not to the bit those that decoding meets.
         hidden={"precision": "float32"},
         train={"max_steps": 160, "validate_every": 160, "lr": 1e-2},

@@ -72,7 +72,7 @@ def recipe_settings(folder: Path, **sections: dict[str, object]) -> dict[str, ob
             "validation": 0.2,
             "max_tokens": 64,
         },
-        "responses": {"max_new_tokens": 12, "batch_size": 8},
+        "responses": {"max_new_tokens": 12, "batch_size": 8, "precision": "float32"},
         "hidden": {"codec": "fp32", "max_length": 96, "batch_tokens": 256},
         "drafter": {"block_size": 4, "num_layers": 1, "markov_rank": 8},
         "loss": {"ce": 1.0, "tv": 0.0},

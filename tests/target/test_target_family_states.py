@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firesteel.stages.extract import capture_documents
-from firesteel.target.batch import make_batch_session
+from firesteel.target.batch import TransformersBatch
 from firesteel.target.head import final_norm, make_head
 from firesteel.target.session import fast_twin
 from firesteel.target.spec import read_spec
@@ -51,8 +51,8 @@ def test_batched_writing_equals_each_prompt_alone(name):
     """Left-padded rows of unequal length, and a row that leaves: what the target's answers are made with."""
     tiny = family(name)
     prompts = [tiny.text[:n].tolist() for n in (11, 5, 16)]
-    session = make_batch_session(tiny.model)
-    logits = session.start(prompts, 8)
+    session = TransformersBatch(tiny.model)
+    logits = session.start(prompts)
     texts = [list(p) for p in prompts]
     for step in range(6):
         for row, text in zip(logits, texts, strict=True):

@@ -53,8 +53,9 @@ class Cluster(Section):
     )
     nodes: list[Node] = Field(default_factory=list, description="The machines; empty: only this one.")
     groups: list[Group] = Field(default_factory=list, description="Which nodes capture and which train; empty: one group of all nodes, the last one trains.")
-    verb: Literal["run", "extract", "train"] = Field(
-        "run", description="What is done with the servers: the whole line, by one process; the stage before training, by one; or training, by all trainers."
+    verb: Literal["run", "extract", "train", "calibrate"] = Field(
+        "run",
+        description="What is done with the servers: the whole line, by one process; the stage before training, by one; training or calibration, by all trainers.",
     )
     trainers_per_node: int | None = Field(None, description="Trainer processes of a training node; empty: one an accelerator.", ge=1)
     rendezvous_port: int = Field(29500, description="Port at which trainer processes find each other, on the first training node.", ge=1, le=65535)

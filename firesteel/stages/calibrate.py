@@ -38,7 +38,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     settings = line.recipe.calibrate
     trained = load_trained(line, line.recipe.drafter.algorithm, artifact)
     if not trained.config.confidence_head:
-        write_atomic(writer / _FILE, "null")
+        _write(line, writer, None)
         line.screen.say("calibrate: this drafter has no confidence head, nothing to do")
         return {"temperatures": None}
     job = make_job(line, writer.path, trained.config, trained.vocab, hidden, lambda values: None, tokens=1)
@@ -56,11 +56,16 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     temperatures = fit_temperatures(*parts[0], bins=settings.bins)
     measured_on = f"{len(listed[1::2])} validation documents that were not fitted on" if len(listed) > 1 else "the one validation document it was fitted on"
     measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=measured_on)
-    write_atomic(writer / _FILE, json.dumps({"temperatures": temperatures, "measured": measured.model_dump(mode="json")}))
+    _write(line, writer, {"temperatures": temperatures, "measured": measured.model_dump(mode="json")})
     scaled = [round(t, 2) for t in temperatures]
     errors = f"{_show(measured.ece_before)} -> {_show(measured.ece_after)}"
     line.screen.say(f"calibrate: temperatures {scaled}, ECE {errors}, AUC {_show(measured.auc_after)}")
     return {"temperatures": temperatures}
+
+
+def _write(line: Line, writer: ArtifactWriter, found: dict[str, Any] | None) -> None:
+    if line.world.first:  # all processes have found the same
+        write_atomic(writer / _FILE, json.dumps(found))
 
 
 def _arrays(found: Validation) -> tuple[Any, Any, Any]:

@@ -55,9 +55,11 @@ def run(line: Line) -> Artifact:
     inputs |= {name: artifact.manifest.content for name, artifact in others.items()}
     settings = {"evaluate": line.recipe.evaluate.model_dump(), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
     artifact = line.stage(NAME, settings, inputs, lambda writer: _Evaluation(line, writer).run(package, calibration, prompts))
-    for name in ("report.json", "report.html"):
-        shutil.copyfile(artifact / name, line.folder / name)
-    package_stage.write_card(line, package, model_card_numbers(read_report(artifact / "report.json")))
+    if line.world.first:
+        for name in ("report.json", "report.html"):
+            shutil.copyfile(artifact / name, line.folder / name)
+        package_stage.write_card(line, package, model_card_numbers(read_report(artifact / "report.json")))
+    line.world.wait()
     return artifact
 
 
@@ -89,6 +91,22 @@ class _Evaluation:
             ]
             for s in self.settings.extra
         }
+        about = self._report(name, package, calibration, runtimes, chosen, requests, extra) if line.world.first else {}
+        return line.world.tell(about)
+
+    def _report(
+        self,
+        name: str,
+        package: Artifact,
+        calibration: Artifact,
+        runtimes: dict[str, Runtime],
+        chosen: Sequence[Prompt],
+        requests: Sequence[RequestRecord],
+        extra: dict[str, list[RequestRecord]],
+    ) -> dict[str, Any]:
+        """The first process's work, while the others wait and leave it the machine: speed, and everything written down."""
+        line = self.line
+        self._gather()
         # Each drafter at the length that pays best for it: a chain's drafts cost more the more there are, a block's do not.
         timed = runtimes if self.settings.speed_prompts else {}
         measured = {n: self._costs(r, n, [q for q in requests if q.drafter == n], chosen) for n, r in timed.items()}
@@ -115,22 +133,26 @@ class _Evaluation:
         return {"acceptance_length": al and al["pooled"], "speedup": speedup and speedup["pooled"]}
 
     def _answers(self, runtime: Runtime, drafter: str, prompts: Sequence[Prompt], temperature: float, part: str) -> list[RequestRecord]:
-        """One record per answer due; what a killed evaluation measured is kept."""
-        path = self.writer / _REQUESTS
+        """One record per answer due, dealt out to all processes; what a killed evaluation measured is kept."""
+        world, folder = self.line.world, self.writer.path
+        path = folder / (_REQUESTS if world.first else f"requests-{world.rank}.jsonl")
         done: dict[tuple[str, ...], RequestRecord] = {}
-        for row in read_metrics(path):
+        for row in (row for file in _request_files(folder) for row in read_metrics(file)):
             record = request_from_json(row["record"])
             done[row["part"], record.drafter, str(record.temperature), record.prompt_id] = record
-        records: list[RequestRecord] = []
+        world.wait()  # nobody appends to what others still read
+        answered: list[list[RequestRecord]] = []
         label = f"{drafter} at temperature {temperature:g}" + (f" on {part}" if part else "")
-        with self.line.screen.bar(label, sum(len(p.slots) for p in prompts)) as bar, path.open("a") as file:
-            for prompt in prompts:
+        mine = prompts[world.rank :: world.size]
+        with self.line.screen.bar(label, sum(len(p.slots) for p in mine)) as bar, path.open("a") as file:
+            for prompt in mine:
                 ids = [f"{prompt.id}" if n == 0 else f"{prompt.id}/{n + 1}" for n in range(len(prompt.slots))]
                 known = [done.get((part, drafter, str(temperature), i)) for i in ids]
                 if all(known):
-                    records += [k for k in known if k is not None]
+                    answered.append([k for k in known if k is not None])
                     bar.advance(len(ids))
                     continue
+                answered.append([])
                 turns: list[AnsweredTurn] = []
                 for n, request_id in enumerate(ids):
                     prompt_ids = encode_prompt(self.line.target.tokenizer, prompt.history([t.message() for t in turns]), prompt.tools, where=prompt.where)
@@ -138,11 +160,20 @@ class _Evaluation:
                     found = self._speculative(runtime, prompt_ids, runtime.num_drafts, temperature, generator)
                     turns.append(AnsweredTurn(found.tokens, answer_text(self.line.target.tokenizer, found.tokens, found.finish_reason), found.finish_reason))  # type: ignore[arg-type]
                     record = _record(prompt, request_id, drafter, temperature, found)
-                    records.append(record)
+                    answered[-1].append(record)
                     file.write(json.dumps({"step": 0, "part": part, "record": asdict(record)}) + "\n")
                     file.flush()
-                    bar.advance(1, f"{len(records)} answers")
-        return records
+                    bar.advance(1, f"{sum(map(len, answered))} answers")
+        return [record for records in world.collect(answered) for record in records]
+
+    def _gather(self) -> None:
+        """What other processes wrote into one file."""
+        folder = self.writer.path
+        for path in _request_files(folder):
+            if path.name != _REQUESTS:
+                with (folder / _REQUESTS).open("a") as file:
+                    file.write(path.read_text())
+                path.unlink()
 
     def _speculative(self, runtime: Runtime, prompt_ids: list[int], length: int, temperature: float, generator: torch.Generator | None) -> Decoded:
         return decode_speculative(
@@ -233,6 +264,11 @@ class _Evaluation:
         ]
         seconds = {n: float(self.line.input(n).manifest.about["seconds"]) for n in names}
         return seconds | {NAME: time.time() - self.started}
+
+
+def _request_files(folder: Path) -> list[Path]:
+    """Records of all processes, also of those that a killed evaluation had."""
+    return sorted(folder.glob("requests*.jsonl"))
 
 
 def _command(name: str) -> str:

@@ -10,7 +10,7 @@ from firesteel.recipe import Recipe
 from firesteel.stages.line import Bar
 from firesteel.training.parallel import ALONE, World, close_world, launched_size, open_world
 
-TOGETHER = ("train",)
+TOGETHER = ("train", "calibrate", "evaluate")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def joined(verb: str, recipe: Recipe) -> Iterator[World]:
     if size > 1 and verb not in TOGETHER:
         raise RecipeError(
             f"`firesteel {verb}` is the work of one process, and this is one of {size} (WORLD_SIZE={size})",
-            mend=f"run it without torchrun; with it: {', '.join(TOGETHER)}. Then `firesteel run RECIPE`, without, finds the drafter trained",
+            mend=f"run it without torchrun; with it: {', '.join(TOGETHER)}. `firesteel run RECIPE`, without, finds what they did",
         )
     if verb not in TOGETHER:
         yield ALONE

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,8 +51,35 @@ def test_two_processes_make_one_artifact(base_folder: Path, tmp_path: Path) -> N
     about = json.loads((line.folder / "train" / "manifest.json").read_text())["about"]
     assert (about["steps"], about["processes"]) == (16, 2)
     assert not (line.folder / "train" / "state").exists()
-    for _, stage in LINE[4:6]:  # calibrated and packaged by one process, which finds what was promised
-        stage(line)
+    # Calibrated and measured by two, to the figures of one; packaged by one, which finds what was promised.
+    stages = dict(LINE)
+    together(recipe, "calibrate")
+    shutil.move(line.folder / "calibrate", tmp_path)
+    stages["calibrate"](line)
+    assert (line.folder / "calibrate" / "calibration.json").read_text() == (tmp_path / "calibrate" / "calibration.json").read_text()
+    stages["package"](line)
+    together(recipe, "evaluate")
+    assert [p.name for p in (line.folder / "evaluate").glob("requests*")] == ["requests.jsonl"]
+    shared, card = report(line), (line.folder / "package" / "README.md").read_text()
+    assert shared["acceptance_length"]["requests"] > 2
+    assert "one prompt at a time" in card, "the card has what was measured"
+    shutil.move(line.folder / "evaluate", tmp_path)
+    stages["evaluate"](line)
+    alone = report(line)
+    for part in ("acceptance_length", "positions", "calibration"):
+        assert shared[part] == alone[part], part
+    assert {k: d["acceptance_length"] for k, d in shared["domains"].items()} == {k: d["acceptance_length"] for k, d in alone["domains"].items()}
+
+
+def together(recipe: Path, verb: str) -> None:
+    done = subprocess.run(torchrun(recipe, verb=verb), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"{verb}: done") == 1, "one process speaks"
+
+
+def report(line: Line) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((line.folder / "report.json").read_text())
+    return found
 
 
 def test_other_verbs_are_refused(base_folder: Path, tmp_path: Path) -> None:

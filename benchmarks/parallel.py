@@ -5,6 +5,9 @@ speed       one rank with one thread against two ranks with one thread each, the
 memory      a DSpark drafter in Kimi-K3's published shape, every width divided by `--scale`: resident memory that training adds to a process, from
             before the drafter is made to the last step, for one process and for each of two FSDP2 ranks. `memory_ratio` is the larger rank's over
             the one process's.
+long        one batch of `--long` tokens, one document: one process against two ranks that share it (`train.context_ranks=2`): `long_memory_ratio`
+            is the larger rank's peak over the one process's, `long_ratio` its seconds over theirs, `long_loss_difference` the largest relative
+            difference of the steps' losses.
 checkpoint  two ranks that save all the time, a state as soon as the one before is on disk: `stall` is the share of training that waited for
             saving, `stall_per_save` the seconds of one.
 
@@ -47,6 +50,7 @@ from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
 LAYERS, DOCUMENTS = (2, 9, 16, 23, 28), 8
+PARTS = ["speed", "memory", "long", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,19 @@ class Shape:
     markov: int
     tokens: int
     anchors: int
+    documents: int = DOCUMENTS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", nargs="+", choices=["speed", "memory", "checkpoint"], default=["speed", "memory", "checkpoint"])
+    parser.add_argument("--what", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=12, help="of a turn; the first is not counted")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=1024, help="of a batch")
     parser.add_argument("--anchors", type=int, default=64)
+    parser.add_argument("--long", type=int, default=65536, help="tokens of the long batch")
     parser.add_argument("--scale", type=int, choices=[1, 2, 4, 8, 16], default=2, help="what Kimi-K3's widths are divided by; 2 needs 12 GB")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--json", action="store_true", help="only the last line")
@@ -104,6 +110,16 @@ def main() -> None:
             peaks[ranks] = [r["peak"] for r in reports]
             say(f"{ranks} process(es): {', '.join(f'{p / 1e6:.0f}' for p in peaks[ranks])} MB, {reports[0]['parameters'] / 1e6:.1f}M parameters")
         found |= {"memory_ratio": max(peaks[2]) / peaks[1][0], "peak_bytes": peaks, "parameters": reports[0]["parameters"]}
+    if "long" in a.what:
+        shape = Shape(256, 512, 4, 2, 64, 2, 4096, 32, a.long, a.long // 32, documents=2)
+        reports = {n: run(n, shape, {"max_steps": 2, "context_ranks": n, "optimizer": a.optimizer}) for n in (1, 2)}
+        peaks, losses = ({n: [r[k] for r in found_] for n, found_ in reports.items()} for k in ("peak", "losses"))
+        times = {n: max(statistics.median(r["seconds"]) for r in found_) for n, found_ in reports.items()}
+        off = max(abs(x - y) / abs(x) for mine in losses[2] for x, y in zip(losses[1][0], mine, strict=True))
+        found |= {"long_memory_ratio": max(peaks[2]) / peaks[1][0], "long_peak_bytes": peaks, "long_ratio": times[1] / times[2]}
+        found |= {"long_seconds": times, "long_loss_difference": off}
+        told = [f"{times[n]:.1f} s and {max(peaks[n]) / 1e6:.0f} MB" for n in (1, 2)]
+        say(f"{a.long} tokens: {told[0]} alone, {told[1]} shared; losses {off:.1e} apart")
     if "checkpoint" in a.what:
         (report, _) = run(2, small, {"max_steps": 2 * a.steps, "parallel": "ddp", "optimizer": a.optimizer, "checkpoint_minutes": 1e-9})
         total = sum(report["seconds"])
@@ -129,19 +145,21 @@ def work(rank: int, ranks: int, folder: Path, shape: Shape, settings: dict[str, 
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     tables, store = tables_of(shape), store_of(shape)
     meter = MemoryMeter()
-    stamps, peaks = [], []
-    job = job_of(folder / "run", shape, settings, tables, store, open_world())
+    stamps, peaks, losses = [], [], []
+    job = job_of(folder / "run", shape, settings, tables, store, open_world(settings.get("context_ranks", 1)))
 
     def on_step(values: dict[str, Any]) -> None:
         if "done" in values:
             stamps.append(time.perf_counter())
             peaks.append(meter.read()["peak_rss"] - meter.base)
+            losses.append(values["loss"])
 
     job.on_step = on_step
     result = train(job)
     report = {
         "seconds": [b - a for a, b in pairwise(stamps)],
         "peak": peaks[-1],
+        "losses": losses,
         "parameters": sum(p.numel() for p in job.drafter.parameters()),
         "held": result.saving,
         "saves": result.saves,
@@ -158,13 +176,13 @@ def tables_of(shape: Shape) -> TargetHead:
 
 
 def store_of(shape: Shape) -> MemoryStore:
-    """Documents that fill a batch each, with states of noise: what is in them does not change a step's time."""
+    """Documents that fill a batch each, the first (held out) at most 1,024 tokens, with states of noise: what is in them does not change a step's time."""
     store = MemoryStore("fp32")
-    for i in range(DOCUMENTS):
-        generator = torch.Generator().manual_seed(i)
-        ids, mask = torch.randint(shape.vocab, (shape.tokens,), generator=generator), torch.arange(shape.tokens) >= shape.tokens // 4
+    for i in range(shape.documents):
+        generator, tokens = torch.Generator().manual_seed(i), shape.tokens if i else min(shape.tokens, 1024)
+        ids, mask = torch.randint(shape.vocab, (tokens,), generator=generator), torch.arange(tokens) >= tokens // 4
         positions = predictable_positions(mask)
-        aux, last = torch.randn(shape.tokens, len(LAYERS), shape.hidden, generator=generator), torch.randn(len(positions), shape.hidden, generator=generator)
+        aux, last = torch.randn(tokens, len(LAYERS), shape.hidden, generator=generator), torch.randn(len(positions), shape.hidden, generator=generator)
         store.put(HiddenSample(f"d{i}", ids, mask, aux, last, positions, LAYERS, "noise", torch.full((len(positions),), 9.0)))
     return store
 
@@ -180,16 +198,16 @@ def job_of(folder: Path, shape: Shape, settings: dict[str, Any], head: TargetHea
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         rope_scaling=None,
-        max_position_embeddings=65536,
+        max_position_embeddings=max(65536, shape.tokens),
         hidden_act="silu",
         num_layers=30,
     )
     drafter = get_spec("dspark").build(make_config(recipes.Drafter(num_layers=shape.layers, markov_rank=shape.markov), facts, LAYERS, 0))
     c = drafter.config
     layout = BlockLayout(c.block_size, c.sample_from_anchor, exponential_weights(c.block_size, c.sample_from_anchor, 4.0), None)
-    keys = [f"d{i}" for i in range(DOCUMENTS)]
+    keys = [f"d{i}" for i in range(shape.documents)]
     wanted = recipes.Train(**{"batch_tokens": shape.tokens, "anchors": shape.anchors, "validate_every": 10**6, "compile": False, **settings})
-    source = BatchSource(store, keys[1:], [shape.tokens] * (DOCUMENTS - 1), layout, batch_tokens=shape.tokens, anchors=shape.anchors, seed=0)
+    source = BatchSource(store, keys[1:], [shape.tokens] * (shape.documents - 1), layout, batch_tokens=shape.tokens, anchors=shape.anchors, seed=0)
     held_out = held_out_batches(store, keys[:1], layout, batch_tokens=shape.tokens)
     folder.mkdir(parents=True, exist_ok=True)
     return TrainJob(drafter, make_tables(head, None), source, held_out, wanted, recipes.Loss(), folder, (1,), lambda _: None, world)

@@ -55,7 +55,7 @@ class Cluster(Section):
     groups: list[Group] = Field(default_factory=list, description="Which nodes capture and which train; empty: one group of all nodes, the last one trains.")
     verb: Literal["run", "extract", "train", "calibrate"] = Field(
         "run",
-        description="What is done with the servers: the whole line, by one process; the stage before training, by one; training or calibration, by all trainers.",
+        description="What is done with the servers: the whole line, by one process; the stage before training, by one; training or calibration, by all.",
     )
     trainers_per_node: int | None = Field(None, description="Trainer processes of a training node; empty: one an accelerator.", ge=1)
     rendezvous_port: int = Field(29500, description="Port at which trainer processes find each other, on the first training node.", ge=1, le=65535)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,9 +118,9 @@ def builtin_rows(name: str, split: str) -> Iterator[_Row]:
     Raises:
         DataError: there is no such domain.
     """
-    domains, written = builtin_domains(), sorted(p.stem for p in WRITTEN_FOLDER.glob("*.jsonl"))
+    domains, written = builtin_domains(), {p.name.split(".")[0]: p for p in sorted(WRITTEN_FOLDER.glob("*.jsonl*"))}
     if name in written:
-        yield from (row for row in file_rows(WRITTEN_FOLDER / f"{name}.jsonl") if _split_of(row) == split)
+        yield from (row for row in file_rows(written[name]) if _split_of(row) == split)
         return
     if name != BUILTIN_ALL and name not in domains:
         known = [BUILTIN_ALL, *domains, *written]
@@ -132,7 +134,7 @@ def builtin_rows(name: str, split: str) -> Iterator[_Row]:
 
 
 def file_rows(path: Path) -> Iterator[_Row]:
-    """Rows of a JSONL, JSON or Parquet file, named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
+    """Rows of a JSONL (also `.jsonl.gz`), JSON or Parquet file, named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
 
     Raises:
         DataError: the file is missing or of an unknown kind.
@@ -141,24 +143,30 @@ def file_rows(path: Path) -> Iterator[_Row]:
         raise DataError(f"{path} is a folder", mend=f"prompts.sources: dataset: {path} reads a folder of a Hugging Face dataset")
     if not path.is_file():
         raise DataError(f"there is no file {path}", mend="check prompts.sources: path; it is relative to where the command runs")
-    kind = path.suffix.lower()
+    kind = Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
     if kind in (".jsonl", ".ndjson"):
         return _jsonl_rows(path)
-    if kind == ".json":
+    zipped = path.suffix.lower() == ".gz"
+    if kind == ".json" and not zipped:
         return _json_rows(path)
-    if kind == ".parquet":
+    if kind == ".parquet" and not zipped:
         return _numbered(parquet_rows(path), path.name)
-    raise DataError(f"{path} is of an unknown kind {kind!r}", mend="prompts are read from .jsonl, .json and .parquet files")
+    raise DataError(f"{path} is of an unknown kind {kind!r}", mend="prompts are read from .jsonl, .jsonl.gz, .json and .parquet files")
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                value, broken = _decode(line)
-                yield _Row(f"{path.name}:{number}", f"{path.stem}-{number}", value, broken)
+    zipped = path.suffix.lower() == ".gz"
+    stem = Path(path.stem).stem if zipped else path.stem
+    try:
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.strip():
+                    value, broken = _decode(line)
+                    yield _Row(f"{path.name}:{number}", f"{stem}-{number}", value, broken)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+        raise DataError(f"{path} is damaged: {e}", mend="fetch or pack it again") from None
 
 
 def _json_rows(path: Path) -> Iterator[_Row]:

@@ -119,7 +119,7 @@ def _source_hashes(line: Line) -> list[str]:
         if source.path is not None and Path(source.path).expanduser().is_file():
             hashes.append(hash_file(Path(source.path).expanduser()))
         if source.builtin is not None:
-            hashes += [hash_file(p) for p in sorted(BUILTIN_FOLDER.glob("*.jsonl"))]
+            hashes += [hash_file(p) for p in sorted(BUILTIN_FOLDER.rglob("*.jsonl*"))]
     return hashes
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def test_json_lists_and_json_lines_in_a_json_file(tmp_path: Path) -> None:
     assert texts(load_file(listed, limit=None, domain=None)) == texts(load_file(lines, limit=None, domain=None)) == ["a", "b"]
 
 
+def test_packed_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    packed = gzip.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    path.write_bytes(packed)
+    loaded = load_file(path, limit=None, domain=None)
+    assert [(p.source, texts_of) for p, texts_of in zip(loaded.prompts, texts(loaded), strict=True)] == [("a.jsonl.gz:1", "a"), ("a.jsonl.gz:2", "b")]
+    path.write_bytes(packed[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is damaged"):
+        load_file(path, limit=None, domain=None)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -65,6 +77,7 @@ def test_json_lists_and_json_lines_in_a_json_file(tmp_path: Path) -> None:
         ("blank.jsonl", "\n\n", r"blank\.jsonl holds no rows"),
         ("bad.jsonl", "{\n3\n", r"bad\.jsonl holds no usable row: 1 x a row that is a int, not an object.*1 x invalid JSON \(first: bad\.jsonl:1\)"),
         ("odd.csv", "x", r"odd\.csv is of an unknown kind"),
+        ("a.parquet.gz", "x", r"a\.parquet\.gz is of an unknown kind"),
         ("bad.parquet", "x", r"bad\.parquet cannot be read as Parquet"),
     ],
 )

@@ -21,11 +21,10 @@ from firesteel.evaluation.machine import machine_facts
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import encode_prompt
 from firesteel.recipe import load_recipe
-from firesteel.responses.generate import Answer, Ask
+from firesteel.responses.generate import Answer, Ask, Sampling
 from firesteel.responses.generator import Generator
 from firesteel.stages.line import Line
 from firesteel.stages.prompts import spread
-from firesteel.stages.respond import sampling_of
 
 ARMS = {"blocks": "auto", "blocks_float32": "float32", "padded": "float32"}
 
@@ -43,14 +42,14 @@ def main() -> None:
     prompts = spread(load_sources(recipe.prompts, "train").prompts, a.prompts)
     ids = [encode_prompt(target.tokenizer, p.history([]), p.tools, where=p.where) for p in prompts]
     asks = [Ask(str(i), found) for i, found in enumerate(ids) if len(found) <= recipe.prompts.max_tokens]
-    sampling = sampling_of(line)
+    sampling = Sampling(recipe.responses.max_new_tokens)
     generators = {name: Generator(target.model, recipe.responses.batch_size, precision) for name, precision in ARMS.items()}
     generators["padded"]._flat = False
     paces: dict[str, list[float]] = {name: [] for name in ARMS}
     texts: dict[str, list[Answer]] = {}
     for turn in range(a.turns):
         for name in ARMS if turn % 2 == 0 else reversed(ARMS):
-            generators[name].answers(asks[:2], sampling, target.spec.eos_ids)  # weights are packed when first wanted
+            generators[name].answers(asks, Sampling(1), target.spec.eos_ids)  # weights are packed and room is made when first wanted
             started = time.perf_counter()
             texts[name] = generators[name].answers(asks, sampling, target.spec.eos_ids)
             paces[name].append(sum(len(t.token_ids) for t in texts[name]) / (time.perf_counter() - started))

@@ -45,9 +45,10 @@ class Target(Section):
 
 class Source(Section):
     builtin: str | None = Field(
-        None, description="Built-in prompts: `nine-domains`, one domain's name, or `smollm2-written` (what SmolLM2-135M-Instruct asked itself)."
+        None,
+        description="Built-in prompts: `nine-domains`, one domain's name, `smollm2-written` or `smollm2-written-2` (what SmolLM2-135M-Instruct asked itself).",
     )
-    path: str | None = Field(None, description="A JSONL or Parquet file.")
+    path: str | None = Field(None, description="A JSONL (also `.jsonl.gz`) or Parquet file.")
     dataset: str | None = Field(None, description="A Hugging Face dataset: a hub name or a folder written by `save_to_disk`.")
     dataset_split: str = Field("train", description="Split of the Hugging Face dataset.")
     synthesize: int | None = Field(None, description="Let the target write this many user turns itself.", ge=1)
@@ -111,7 +112,7 @@ class Responses(Section):
     batch_size: int = Field(32, description="Answers generated at a time.", ge=1)
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of products while a float32 target on a CPU answers training prompts; `auto`: bfloat16 where the processor has it.",
+        description="Precision of products while a float32 target on a CPU writes training answers and prompts; `auto`: bfloat16 where the processor has it.",
     )
     engine: Literal["local", "endpoints"] = Field("local", description="Who answers: the target in this process, or the servers of responses.servers.")
     servers: Responders = Field(default_factory=Responders, description="Servers that answer, with responses.engine=endpoints.")

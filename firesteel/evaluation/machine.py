@@ -17,7 +17,7 @@ def machine_facts(*, accelerator: str | None) -> Machine:
     """
     return Machine(
         cpu=_cpu_model(Path("/proc/cpuinfo")) or platform.processor() or platform.machine() or "unknown",
-        cores=_usable_cores(),
+        cores=usable_cores(),
         memory_gb=_memory_gb(),
         accelerator=accelerator,
         system=f"{platform.system()} {platform.release()}",
@@ -36,7 +36,8 @@ def _cpu_model(info: Path) -> str | None:
     return None
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may use."""
     # Affinity, not the machine's count: a container or `taskset` may allow fewer. macOS has no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -151,7 +151,8 @@ def file_rows(path: Path) -> Iterator[_Row]:
         return _json_rows(path)
     if kind == ".parquet" and not zipped:
         return _numbered(parquet_rows(path), path.name)
-    raise DataError(f"{path} is of an unknown kind {kind!r}", mend="prompts are read from .jsonl, .jsonl.gz, .json and .parquet files")
+    ending = "".join(path.suffixes[-2:] if zipped else path.suffixes[-1:])
+    raise DataError(f"{path} is of an unknown kind {ending!r}", mend="prompts are read from .jsonl, .jsonl.gz, .json and .parquet files")
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:

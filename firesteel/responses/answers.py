@@ -27,20 +27,19 @@ class Answered:
         prompt_key: key of the prompt.
         sample: number of this answer among several to the same prompt.
         turns: one per answer due.
+        half: the target's products were rounded to bfloat16 while it answered.
     """
 
     key: str
     prompt_key: str
     sample: int
     turns: list[AnsweredTurn]
+    half: bool = False
 
     def to_row(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "prompt_key": self.prompt_key,
-            "sample": self.sample,
-            "turns": [{"token_ids": t.token_ids, "text": t.text, "finish_reason": t.finish_reason} for t in self.turns],
-        }
+        turns = [{"token_ids": t.token_ids, "text": t.text, "finish_reason": t.finish_reason} for t in self.turns]
+        row = {"key": self.key, "prompt_key": self.prompt_key, "sample": self.sample, "turns": turns}
+        return row | ({"half": True} if self.half else {})
 
 
 def answer_key(prompt: Prompt, sample: int, sampling: dict[str, Any], target: str) -> str:
@@ -68,7 +67,7 @@ def read_answers(path: Path) -> dict[str, Answered]:
             continue
         try:
             row = json.loads(text)
-            answered = Answered(row["key"], row["prompt_key"], row["sample"], [AnsweredTurn(**t) for t in row["turns"]])
+            answered = Answered(row["key"], row["prompt_key"], row["sample"], [AnsweredTurn(**t) for t in row["turns"]], bool(row.get("half", False)))
         except (ValueError, TypeError, KeyError) as e:
             if number == len(lines):
                 break

@@ -6,25 +6,24 @@ products together with the next tokens of all others, and nothing is padded. Eve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from firesteel.errors import TargetError
 from firesteel.kernels.linear import wants_half
+from firesteel.kernels.memory import free_memory
 from firesteel.kernels.paged import BLOCK
 from firesteel.kernels.spans import Span
 from firesteel.responses.generate import Answer, Ask, Row, Sampling, choose, generate_batch
 from firesteel.target.batch import TransformersBatch
 from firesteel.target.lean import lean_refusal
-from firesteel.target.paged import PagedTarget, block_bytes
+from firesteel.target.paged import PagedTarget, block_bytes, open_paged
 
 Done = Callable[[int, Answer], None]
 
 _PROMPT_TOKENS = 512  # of new prompts in one step: enough to fill the products, few enough that nobody's next token waits for long
-_MEMORY_SHARE = 0.5  # of the machine's memory, at most, for keys and values
+_MEMORY_SHARE = 0.5  # of free memory, at most, for keys and values
 
 
 class Generator:
@@ -38,9 +37,14 @@ class Generator:
 
     def __init__(self, model: Any, size: int, precision: str = "auto") -> None:
         self.model, self.size = model, size
-        self.half = wants_half(precision, model.device)
-        self._paged: PagedTarget | None = None
         self._flat = lean_refusal(model, 1) is None
+        self._half = self._flat and wants_half(precision, model.device)
+        self._paged: PagedTarget | None = None
+
+    @property
+    def half(self) -> bool:
+        """Whether the last answers came from rounded products."""
+        return self._flat and self._paged is not None and self._paged.half
 
     def run(self, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int], done: Done) -> None:
         """Answer every prompt; `done(i, answer)` is called for each as it ends, in any order."""
@@ -65,17 +69,16 @@ class Generator:
         return [found[i] for i in range(len(asks))]
 
     def _over_blocks(self, longest: int) -> PagedTarget | None:
-        if self._paged is not None and self._paged.max_length >= longest:
-            return self._paged
         if lean_refusal(self.model, longest) is not None:
             return None
         each = max(2, -(-longest // BLOCK))
-        affordable = int(_MEMORY_SHARE * _memory() / block_bytes(self.model))
-        try:
-            self._paged = PagedTarget(self.model, (), max_length=longest, blocks=max(2 * each, min(self.size * each, affordable)), half=self.half)
-        except (TargetError, RuntimeError, ValueError, AttributeError):
-            self._flat = False  # the structure looked right, but a detail did not fit: the model's own forward is always correct
-            return None
+        if self._paged is None:
+            self._paged = open_paged(self.model, (), max_length=longest, blocks=2 * each, half=self._half)
+            self._flat = self._paged is not None
+        if self._paged is not None:
+            free = free_memory()
+            affordable = self.size * each if free is None else self._paged.blocks + int(_MEMORY_SHARE * free / block_bytes(self.model))
+            self._paged.make_room(longest, max(2 * each, min(self.size * each, affordable)))
         return self._paged
 
 
@@ -115,8 +118,3 @@ class _Flat:
                 else:
                     self.free += blocks
                     self.done(row.index, answer)
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -89,4 +89,4 @@ def _pace(line: Line) -> tuple[float, float]:
         started = time.perf_counter()
         generator.answers(asks, Sampling(tokens), ())
         spans.append(time.perf_counter() - started)
-    return ids.numel() / min(times), _STEPS * len(asks) / max(spans[2] - spans[1], 1e-9)
+    return ids.numel() / min(times), _STEPS * len(asks) / max(spans[2] - spans[1], spans[2] / (2 * _STEPS))

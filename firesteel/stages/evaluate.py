@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from firesteel.artifact import Artifact, ArtifactWriter, package_versions
+from firesteel.artifact import Artifact, ArtifactWriter, package_versions, write_atomic
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
 from firesteel.decoding.lengths import StepCosts, best_length, measure_costs
 from firesteel.evaluation.acceptance import position_rates
 from firesteel.evaluation.html import write_report
-from firesteel.evaluation.machine import machine_facts
+from firesteel.evaluation.machine import machine_facts, usable_cores
 from firesteel.evaluation.records import PLAIN, RequestRecord, RoundRecord, SpeedRecord, request_from_json, speed_from_json
 from firesteel.evaluation.report import build_report, headline, model_card_numbers, read_report
 from firesteel.evaluation.schema import Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
@@ -106,7 +106,9 @@ class _Evaluation:
     ) -> dict[str, Any]:
         """The first process's work, while the others wait and leave it the machine: speed, and everything written down."""
         line = self.line
-        self._gather()
+        gather_requests(self.writer.path)
+        if line.world.size > 1:  # torchrun gives a process one thread; from here on the machine is this one's
+            torch.set_num_threads(line.recipe.target.threads or usable_cores())
         # Each drafter at the length that pays best for it: a chain's drafts cost more the more there are, a block's do not.
         timed = runtimes if self.settings.speed_prompts else {}
         measured = {n: self._costs(r, n, [q for q in requests if q.drafter == n], chosen) for n, r in timed.items()}
@@ -165,15 +167,6 @@ class _Evaluation:
                     file.flush()
                     bar.advance(1, f"{sum(map(len, answered))} answers")
         return [record for records in world.collect(answered) for record in records]
-
-    def _gather(self) -> None:
-        """What other processes wrote into one file."""
-        folder = self.writer.path
-        for path in _request_files(folder):
-            if path.name != _REQUESTS:
-                with (folder / _REQUESTS).open("a") as file:
-                    file.write(path.read_text())
-                path.unlink()
 
     def _speculative(self, runtime: Runtime, prompt_ids: list[int], length: int, temperature: float, generator: torch.Generator | None) -> Decoded:
         return decode_speculative(
@@ -269,6 +262,16 @@ class _Evaluation:
 def _request_files(folder: Path) -> list[Path]:
     """Records of all processes, also of those that a killed evaluation had."""
     return sorted(folder.glob("requests*.jsonl"))
+
+
+def gather_requests(folder: Path) -> None:
+    """What several processes wrote, in one file: each record once, whatever a kill left."""
+    files = _request_files(folder)
+    rows = {json.dumps(row, sort_keys=True): None for path in files for row in read_metrics(path)}
+    write_atomic(folder / _REQUESTS, "".join(row + "\n" for row in rows))
+    for path in files:
+        if path.name != _REQUESTS:
+            path.unlink()
 
 
 def _command(name: str) -> str:

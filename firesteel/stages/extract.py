@@ -23,8 +23,8 @@ from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
 from firesteel.stages.line import Line
 from firesteel.stages.states import captured, check_served_logits
-from firesteel.target.local import LocalTarget, capture, stack_layers
-from firesteel.target.session import fast_twin
+from firesteel.target.local import LocalTarget
+from firesteel.target.reader import Reader, make_reader
 
 NAME = "hidden"
 SPLITS = respond.SPLITS
@@ -153,31 +153,23 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
 
 
 def _captured(line: Line, documents: Sequence[Document]) -> Iterator[HiddenSample]:
-    """Documents of like length share a forward pass, padded on the right: with causal attention padding changes nothing before it."""
+    """Documents of like length share a forward pass."""
     target, budget = line.target, line.recipe.hidden.batch_tokens
-    model = fast_twin(target.model, half=wants_half(line.recipe.hidden.precision, target.device))
+    reader = make_reader(target.model, line.layer_ids, half=wants_half(line.recipe.hidden.precision, target.device))
     group: list[Document] = []
     for document in documents:
         if group and (len(group) + 1) * len(document.token_ids) > budget:
-            yield from capture_documents(target, model, group, line.layer_ids)
+            yield from capture_documents(target, reader, group, line.layer_ids)
             group = []
         group.append(document)
     if group:
-        yield from capture_documents(target, model, group, line.layer_ids)
+        yield from capture_documents(target, reader, group, line.layer_ids)
 
 
 @torch.inference_mode()
-def capture_documents(target: LocalTarget, model: Any, documents: Sequence[Document], layer_ids: Sequence[int]) -> list[HiddenSample]:
-    """One forward pass of `model` (the target, or its fast twin) over right-padded documents."""
-    width = max(len(d.token_ids) for d in documents)
-    ids = torch.zeros(len(documents), width, dtype=torch.long)
-    for i, d in enumerate(documents):
-        ids[i, : len(d.token_ids)] = torch.tensor(d.token_ids)
-    with capture(model, layer_ids) as states:
-        # The LM head is applied below, only where a block can predict.
-        model(ids.to(target.device), use_cache=False, logits_to_keep=1)
-    aux, last = stack_layers(states, layer_ids), states["last"]
-    return [_sample(target, d, aux[i], last[i], tuple(layer_ids)) for i, d in enumerate(documents)]
+def capture_documents(target: LocalTarget, reader: Reader, documents: Sequence[Document], layer_ids: Sequence[int]) -> list[HiddenSample]:
+    """One forward pass of the target's `reader` over all of these documents."""
+    return [_sample(target, d, *read, tuple(layer_ids)) for d, read in zip(documents, reader([d.token_ids for d in documents]), strict=True)]
 
 
 def _sample(target: LocalTarget, document: Document, aux: Tensor, last: Tensor, layer_ids: tuple[int, ...]) -> HiddenSample:
@@ -189,7 +181,7 @@ def _sample(target: LocalTarget, document: Document, aux: Tensor, last: Tensor, 
         key=document.key,
         token_ids=torch.tensor(document.token_ids),
         loss_mask=mask,
-        aux=aux[: len(mask)].cpu(),
+        aux=aux.cpu(),
         last=rows.cpu(),
         last_positions=positions,
         layer_ids=layer_ids,

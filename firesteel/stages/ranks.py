@@ -29,7 +29,7 @@ def joined(verb: str, recipe: Recipe) -> Iterator[World]:
     if verb not in TOGETHER:
         yield ALONE
         return
-    yield open_world(recipe.train.context_ranks)
+    yield open_world(recipe.train.context_ranks if verb == "train" else 1)  # only training shares batches
     close_world()  # not after an error: whoever leaves in order would first wait for the others
 
 

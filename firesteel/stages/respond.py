@@ -45,7 +45,7 @@ def run(line: Line) -> Artifact:
     """Answer every training and validation prompt (held-out ones are answered while they are measured)."""
     prompts = line.input("prompts")
     settings = {
-        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "precision", "answers", "engine", "servers"}),
+        "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers", "engine", "servers"}),
         "seed": line.recipe.seed,
         "target": prompts_stage.target_settings(line),
     }
@@ -78,7 +78,9 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     for split in SPLITS:
         samples = recipe.samples if split == "train" else 1
         jobs[split] = [_Job(p, s, answer_key(p, s, said, fingerprint)) for p in prompts_stage.read_prompts(prompts, split) for s in range(samples)]
-    missing = {split: [j for j in jobs[split] if j.key not in known] for split in SPLITS}
+    # Validation promises what decoding must keep, token by token: its texts are those of the whole target.
+    precisions = {split: recipe.precision if split == "train" else "float32" for split in SPLITS}
+    missing = {s: [j for j in jobs[s] if (found := known.get(j.key)) is None or (found.half and precisions[s] == "float32")] for s in SPLITS}
     total, due = sum(map(len, jobs.values())), sum(map(len, missing.values()))
     if due < total:
         line.screen.say(f"responses: {total - due} of {total} answers are on file")
@@ -87,9 +89,7 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     elif due:
         with line.screen.bar("answering", sum(len(j.prompt.slots) for found in missing.values() for j in found)) as bar:
             for split in SPLITS:
-                # Validation promises what decoding must keep, token by token: its texts are those of the whole target.
-                precision = recipe.precision if split == "train" else "float32"
-                _answer(line, missing[split], sampling, precision, known, writer / _WORK, bar)
+                _answer(line, missing[split], sampling, precisions[split], known, writer / _WORK, bar)
     about: dict[str, Any] = {"target": line.target.spec.to_dict()}
     for split in SPLITS:
         answers = [known[j.key] for j in jobs[split]]
@@ -114,7 +114,7 @@ def _answer(line: Line, jobs: list[_Job], sampling: Sampling, precision: str, kn
             job.turns.append(_turn(target.tokenizer, answer))
             made += len(answer.token_ids)
             if job.finished:
-                known[job.key] = Answered(job.key, job.prompt.key, job.sample, job.turns)
+                known[job.key] = Answered(job.key, job.prompt.key, job.sample, job.turns, generator.half)
                 append_answers(work, [known[job.key]])
             bar.advance(1, f"{made} tokens")
 

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from firesteel.artifact import Artifact
 from firesteel.endpoints.roster import FILE as ENDPOINTS
@@ -21,7 +20,7 @@ from firesteel.prompts.template import Document
 from firesteel.recipe import Train
 from firesteel.stages import extract, states
 from firesteel.stages.line import Line
-from firesteel.target.session import fast_twin
+from firesteel.target.reader import make_reader
 
 _LOCAL = "local"
 
@@ -85,11 +84,11 @@ def last_batch(train: Train, per_epoch: int, ranks: int = 1) -> int | None:
 def local_fetch(line: Line) -> Fetch:
     """The target in this process as an endpoint; numbers are those that the codec would have kept."""
     target, recipe = line.target, line.recipe.hidden
-    model: Any = fast_twin(target.model, half=wants_half(recipe.precision, target.device))
+    reader = make_reader(target.model, line.layer_ids, half=wants_half(recipe.precision, target.device))
 
     def capture(work: Work) -> HiddenSample:
         document = Document(work.token_ids, work.loss_mask, "", (), (), "", "")
-        sample = extract.capture_documents(target, model, [document], line.layer_ids)[0]
+        sample = extract.capture_documents(target, reader, [document], line.layer_ids)[0]
         return decode_sample(*encode_sample(sample, recipe.codec))
 
     async def fetch(endpoint: str, work: Work) -> HiddenSample:

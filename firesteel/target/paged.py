@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from firesteel.errors import TargetError
+from firesteel.kernels.memory import holds_again
 from firesteel.kernels.paged import BLOCK, Rotary, attend, make_caches, make_plan, rotate_and_store
 from firesteel.kernels.spans import Span
 from firesteel.target.head import decoder
@@ -45,13 +46,25 @@ class PagedTarget:
         if why := lean_refusal(model, max_length):
             raise TargetError(f"this target cannot run batched: {why}", mend="it is served sequence by sequence")
         self._lean = lean = LeanDecoder(model, layer_ids, 1, half=half)
-        self.layer_ids, self.max_length, self.blocks = lean.layer_ids, max_length, blocks
+        self.half = any(layer.qkv.in_half for layer in lean.layers)
+        self.layer_ids, self.max_length, self.blocks = lean.layer_ids, 0, 0
         self._spare, self._threads = spare, torch.get_num_threads()
-        cos, sin = decoder(model).rotary_emb(torch.zeros(1, 1), torch.arange(max_length)[None])
-        pairs = lean.dim // 2
-        self._rotary = Rotary(cos[0, :, :pairs].float().contiguous(), sin[0, :, :pairs].float().contiguous(), interleaved=True)
-        self._caches = make_caches(len(lean.layers), blocks, lean.kv_heads, lean.dim, torch.device("cpu"))
+        self._rotary_table: Any = decoder(model).rotary_emb
+        self.make_room(max_length, blocks)
         self._check(model, _HALF_TOLERANCE if half else _TOLERANCE)
+
+    def make_room(self, max_length: int, blocks: int) -> None:
+        """From now on take sequences of at least this length, and hold at least so many blocks; where that is news, what the cache held is lost."""
+        lean = self._lean
+        if max_length > self.max_length:
+            cos, sin = self._rotary_table(torch.zeros(1, 1), torch.arange(max_length)[None])
+            pairs = lean.dim // 2
+            self._rotary = Rotary(cos[0, :, :pairs].float().contiguous(), sin[0, :, :pairs].float().contiguous(), interleaved=True)
+            self.max_length = max_length
+        if blocks > self.blocks:
+            self._caches = []  # not beside the new ones
+            self._caches = make_caches(len(lean.layers), blocks, lean.kv_heads, lean.dim, torch.device("cpu"))
+            self.blocks = blocks
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, spans: Sequence[Span], keep: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -77,6 +90,8 @@ class PagedTarget:
         for span, count in zip(spans, keep, strict=True):
             end += span.count
             rows += range(end - count, end)
+        if not rows:
+            return x.new_empty(0, lean.head.out_features), aux
         last = x if len(rows) == x.shape[0] else x[rows]
         return lean.head(F.rms_norm(last, lean.norm.shape, lean.norm, lean.eps)), aux
 
@@ -110,6 +125,21 @@ class PagedTarget:
                 off = (mine - own).abs().max() / own.abs().max().clamp_min(1e-30) if own.numel() else torch.zeros(())
                 if not float(off) <= tolerance:
                     raise TargetError(f"the batched engine's results differ from the model's by {float(off):.1e} of the largest value", mend="please report it")
+
+
+def open_paged(model: Any, layer_ids: Sequence[int], *, max_length: int, blocks: int, half: bool) -> PagedTarget | None:
+    """A `PagedTarget`, or None where the model's own forward pass is the way: another structure, or no memory for the packed weights.
+
+    `half` is a wish: where rounded products stray too far, float32 ones are taken.
+    """
+    if lean_refusal(model, max_length) is not None or not holds_again(model.parameters()):
+        return None
+    for rounded in (True, False) if half else (False,):
+        try:
+            return PagedTarget(model, layer_ids, max_length=max_length, blocks=blocks, half=rounded)
+        except (TargetError, RuntimeError, ValueError, AttributeError):
+            continue  # the structure looked right, but a detail did not fit: the model's own forward pass is always correct
+    return None
 
 
 def block_bytes(model: Any) -> int:

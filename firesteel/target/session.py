@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from firesteel.errors import TargetError
 from firesteel.kernels.linear import preferred
+from firesteel.kernels.memory import holds_again
 from firesteel.kernels.packed import pack_linears
 from firesteel.target.generic import GenericDecoder, RecurrentDecoder, has_states
 from firesteel.target.lean import LeanDecoder, lean_refusal
@@ -142,7 +142,7 @@ def _choose(model: Any, layer_ids: tuple[int, ...], max_length: int, wanted: str
 def _try_lean(model: Any, layer_ids: tuple[int, ...], max_length: int) -> tuple[_Engine | None, str]:
     if why := lean_refusal(model, max_length):
         return None, why
-    if not _memory_for_copy(model):
+    if not holds_again(model.parameters()):
         return None, "packed weights would not fit into memory"
     try:
         lean = LeanDecoder(model, layer_ids, max_length)
@@ -176,7 +176,7 @@ def _difference(engine: _Engine, model: Any, layer_ids: tuple[int, ...], max_len
 def _packable(model: Any) -> bool:
     if getattr(model.config, "quantization_config", None) is not None:  # its linear layers do more than their weights tell
         return False
-    return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in model.parameters()) and _memory_for_copy(model)
+    return torch.backends.mkldnn.is_available() and all(w.device.type == "cpu" for w in model.parameters()) and holds_again(model.parameters())
 
 
 def fast_twin(model: Any, *, half: bool = False) -> Any:
@@ -202,13 +202,3 @@ def _packed_copy(model: Any, rows: int = 8, *, half: bool = False) -> Any | None
     except AttributeError:
         return None
     return twin
-
-
-def _memory_for_copy(model: Any) -> bool:
-    """Whether the weights fit into memory once more (True where the system does not tell)."""
-    table = Path("/proc/meminfo")
-    if not table.is_file():
-        return True
-    available = next((int(line.split()[1]) * 1024 for line in table.read_text().splitlines() if line.startswith("MemAvailable")), None)
-    need = sum(p.numel() * p.element_size() for p in model.parameters())
-    return available is None or available > 1.2 * need

@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firesteel.target.head import TargetHead, make_head
-from firesteel.target.local import capture
-from firesteel.target.session import fast_twin
+from firesteel.target.reader import make_reader
 
 
 def trial_model(*, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int) -> LlamaForCausalLM:
@@ -39,16 +38,15 @@ def prefill_seconds(model: LlamaForCausalLM, documents: int, length: int, layer_
 
     The least of some repeats each.
     """
-    twin, head = fast_twin(model, half=half), trial_head(model)
-    ids = torch.randint(model.config.vocab_size, (documents, length), generator=torch.Generator().manual_seed(0))
+    reader, head = make_reader(model, layer_ids, half=half), trial_head(model)
+    texts = torch.randint(model.config.vocab_size, (documents, length), generator=torch.Generator().manual_seed(0)).tolist()
     layers, normalisers = [], []
     with torch.inference_mode():
         for _ in range(repeats + 1):
             started = time.perf_counter()
-            with capture(twin, layer_ids) as states:
-                twin(ids, use_cache=False, logits_to_keep=1)
+            found = reader(texts)
             read = time.perf_counter()
-            for last in states["last"]:
+            for _, last in found:
                 head.logits(last).logsumexp(-1)
             layers.append(read - started)
             normalisers.append(time.perf_counter() - read)

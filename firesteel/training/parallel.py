@@ -21,7 +21,7 @@ from firesteel.batches.share import Share
 from firesteel.errors import RecipeError
 
 T = TypeVar("T")
-_PATIENCE = timedelta(hours=2)  # that a rank waits for another: one may read all samples for the others; a dead rank is noticed at once
+_PATIENCE = timedelta(days=1)  # that a rank waits for another: one may read all samples, or measure speed, for the others; a dead rank is noticed at once
 _ABSENT = object()
 
 

@@ -18,8 +18,11 @@ from line_screen import QuietScreen
 from tiny_target import recipe_settings
 
 from firesteel.cli.runner import LINE
+from firesteel.errors import RecipeError
 from firesteel.recipe import recipe_from_dict
+from firesteel.stages.evaluate import gather_requests
 from firesteel.stages.line import Line
+from firesteel.stages.ranks import joined
 from firesteel.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,6 +72,26 @@ def test_two_processes_make_one_artifact(base_folder: Path, tmp_path: Path) -> N
     for part in ("acceptance_length", "positions", "calibration"):
         assert shared[part] == alone[part], part
     assert {k: d["acceptance_length"] for k, d in shared["domains"].items()} == {k: d["acceptance_length"] for k, d in alone["domains"].items()}
+
+
+def test_what_killed_processes_measured_is_kept_once(tmp_path: Path) -> None:
+    """Records of several processes, some already gathered, one torn."""
+    rows = [{"step": 0, "part": "", "record": {"prompt_id": str(i)}} for i in range(4)]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:2]))
+    (tmp_path / "requests-1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[1:3]) + '{"step": 0, "par')
+    (tmp_path / "requests-2.jsonl").write_text(json.dumps(rows[3]) + "\n")
+    gather_requests(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["requests.jsonl"]
+    assert sorted(read_metrics(tmp_path / "requests.jsonl"), key=str) == rows
+
+
+def test_fewer_processes_calibrate_than_trained(base_folder: Path, tmp_path: Path) -> None:
+    """`train.context_ranks` is training's alone."""
+    _, line = prepared(base_folder, tmp_path, context_ranks=2)
+    with joined("calibrate", line.recipe) as world:
+        assert world.size == 1
+    with pytest.raises(RecipeError, match=r"train\.context_ranks=2 does not divide the 1 process"), joined("train", line.recipe):
+        pass
 
 
 def together(recipe: Path, verb: str) -> None:

@@ -59,7 +59,7 @@ def test_answers_are_those_of_each_prompt_alone(flat: bool, size: int) -> None:
 def test_little_memory_makes_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asks = make_model(), make_asks(9)
     expected = Generator(model, 9, "float32").answers(asks, Sampling(12), [3])
-    monkeypatch.setattr(module, "_memory", lambda: 1)
+    monkeypatch.setattr(module, "free_memory", lambda: 1)
     poor = Generator(model, 9, "float32")
     assert poor.answers(asks, Sampling(12), [3]) == expected
     assert poor._paged is not None
@@ -86,7 +86,9 @@ def test_a_later_turn_may_be_longer() -> None:
 def test_half_precision_says_much_the_same() -> None:
     """Rounded products, whole logits: first tokens are the same but where the target itself hesitates."""
     model, asks = make_model(), make_asks(40)
-    first = [a.token_ids[0] for a in Generator(model, 8, "bfloat16").answers(asks, Sampling(1), [3])]
+    generator = Generator(model, 8, "bfloat16")
+    first = [a.token_ids[0] for a in generator.answers(asks, Sampling(1), [3])]
+    assert generator.half == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     with torch.no_grad():
         logits = torch.stack([model(torch.tensor([a.token_ids])).logits[0, -1] for a in asks])
     lost = logits.max(-1).values - logits.gather(1, torch.tensor(first)[:, None])[:, 0]

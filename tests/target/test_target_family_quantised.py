@@ -19,6 +19,7 @@ from firesteel.stages.extract import capture_documents
 from firesteel.target.head import make_head
 from firesteel.target.loading import load_model
 from firesteel.target.local import LocalTarget
+from firesteel.target.reader import make_reader
 from firesteel.target.session import TargetSession, fast_twin
 from firesteel.target.spec import fingerprint, read_spec, weights_checksum
 
@@ -34,7 +35,7 @@ def check_target(loaded: Any, plain: Any) -> None:
     target = LocalTarget(spec, loaded, None, make_head(loaded, spec.logit_scale, spec.softcap))
     assert (spec.hidden_size, spec.vocab_size, spec.norm_offset) == (32, VOCABULARY, 0.0)
     text = write(plain, torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(2)))[0]
-    (sample,) = capture_documents(target, fast_twin(loaded), [document("a", text)], EVERY)
+    (sample,) = capture_documents(target, make_reader(loaded, EVERY), [document("a", text)], EVERY)
     states, logits = own_states(plain, text)
     for i in EVERY:
         check_close(sample.aux[:, i], states[i], f"layer {i}")

@@ -11,19 +11,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from firesteel.stages.extract import capture_documents
 from firesteel.target.batch import TransformersBatch
 from firesteel.target.head import final_norm, make_head
-from firesteel.target.session import fast_twin
+from firesteel.target.reader import PaddedReader, make_reader
 from firesteel.target.spec import read_spec
 
 EVERY = tuple(range(LAYERS + 1))
 
 
-@pytest.mark.parametrize("twin", [False, True], ids=["model", "fast_twin"])
+@pytest.mark.parametrize("fast", [False, True], ids=["model", "fast"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_extraction_equals_hidden_states(name, twin):
-    """Three documents of unequal length in one padded pass, each against its own pass through the model."""
+def test_extraction_equals_hidden_states(name, fast):
+    """Three documents of unequal length in one pass, each against its own pass through the model."""
     tiny = family(name)
     documents = [document("a", tiny.text), document("b", tiny.text[:17]), document("c", tiny.text.flip(0)[:23])]
-    samples = capture_documents(tiny.local, fast_twin(tiny.model) if twin else tiny.model, documents, EVERY)
+    samples = capture_documents(tiny.local, make_reader(tiny.model, EVERY) if fast else PaddedReader(tiny.model, EVERY), documents, EVERY)
     for text, sample in zip(documents, samples, strict=True):
         states, logits = own_states(tiny.model, torch.tensor(text.token_ids))
         for i in EVERY:
@@ -98,7 +98,7 @@ def test_tied_families_are_tied():
 def test_capture_leaves_no_hooks():
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     with pytest.raises(IndexError):
-        capture_documents(_with_model(model), model, [document("a", torch.tensor([1, 2, 3, VOCABULARY]))], EVERY)
+        capture_documents(_with_model(model), PaddedReader(model, EVERY), [document("a", torch.tensor([1, 2, 3, VOCABULARY]))], EVERY)
     assert not final_norm(model)._forward_pre_hooks
     assert not any(m._forward_pre_hooks for m in model.modules())
 

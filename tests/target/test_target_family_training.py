@@ -23,6 +23,7 @@ from firesteel.stages.extract import capture_documents
 from firesteel.stages.runtime import FullVocabulary
 from firesteel.target.head import make_head
 from firesteel.target.local import LocalTarget
+from firesteel.target.reader import PaddedReader
 from firesteel.target.session import TargetSession
 from firesteel.target.spec import read_spec, weights_checksum
 from firesteel.training.data import BatchSource
@@ -49,7 +50,7 @@ def test_one_step_lowers_the_loss_and_the_drafter_changes_no_text(name, tmp_path
     frozen = weights_checksum(tiny.model)
     layout = BlockLayout(4, True, uniform_weights(4, True), None)
     store = MemoryStore("fp32")
-    for sample in capture_documents(tiny.local, tiny.model, [document("a", tiny.text), document("b", tiny.text.flip(0))], IDS):
+    for sample in capture_documents(tiny.local, PaddedReader(tiny.model, IDS), [document("a", tiny.text), document("b", tiny.text.flip(0))], IDS):
         store.put(sample)
     drafter = new_drafter(tiny.local)
     settings = recipes.Train(max_steps=1, lr=3e-3, precision="float32", compile=False)

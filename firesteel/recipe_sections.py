@@ -52,6 +52,10 @@ class Source(Section):
     dataset: str | None = Field(None, description="A Hugging Face dataset: a hub name or a folder written by `save_to_disk`.")
     dataset_split: str = Field("train", description="Split of the Hugging Face dataset.")
     synthesize: int | None = Field(None, description="Let the target write this many user turns itself.", ge=1)
+    like: list[str] = Field(
+        default_factory=list,
+        description="With synthesize: domains of other sources; a turn begins with the first words of one of their prompts, under its system turn and tools.",
+    )
     split: Literal["train", "eval"] = Field("train", description="Whether the prompts are for training or held out for evaluation.")
     limit: int | None = Field(None, description="Take at most this many rows.", ge=1)
     domain: str | None = Field(None, description="Domain to report the rows under; empty keeps the row's own, or the file's name.")

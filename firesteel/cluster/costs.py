@@ -57,6 +57,12 @@ def normaliser_flops(target: TargetShape) -> float:
     return 2.0 * target.vocab * target.hidden
 
 
+def local_rate(target: TargetShape, hw: Hardware, length: int, batch: int) -> float:
+    """Tokens a second that the local engine captures: the layers, and at every position the LM head in float32 for the normaliser."""
+    head = normaliser_flops(target) / (hw.peak("fp32") * hw.efficiency.head)
+    return 1 / (1 / server_rate(target, hw, 1, length, max(1, batch // length)) + head)
+
+
 def server_rate(target: TargetShape, hw: Hardware, accelerators: int, length: int, concurrency: int, *, spans: int = 1) -> float:
     """Tokens a second that a server reads.
 

@@ -19,6 +19,7 @@ class Efficiency(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     prefill_experts: float = Field(gt=0, le=2)
     prefill_dense: float = Field(gt=0, le=2)
+    head: float = Field(0.5, gt=0, le=2)  # of float32's peak: LM head and normaliser, by the local engine
     training: float = Field(gt=0, le=2)
     muon: float = Field(gt=0, le=2)
     bandwidth: float = Field(gt=0, le=1)

@@ -88,6 +88,7 @@ def apply_measured(table: Mapping[str, Hardware], found: Measured | None) -> dic
     efficiency = Efficiency(
         prefill_experts=found.prefill * row.efficiency.prefill_experts / row.efficiency.prefill_dense,  # experts were not measured: the table's ratio
         prefill_dense=found.prefill,
+        head=found.head / found.fp32,
         training=found.training,
         muon=found.muon,
         bandwidth=found.bandwidth_share,

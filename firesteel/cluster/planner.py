@@ -12,6 +12,7 @@ from firesteel.cluster.costs import (
     Rates,
     fewest_accelerators,
     link_rate,
+    local_rate,
     server_memory,
     server_rate,
     state_bytes,
@@ -114,7 +115,10 @@ def make_plan(
     target = computed_here(recipe, target, server_hw)
     concurrency = recipe.hidden.feed.concurrency
     per_token = state_bytes(target, drafter.captured, recipe.hidden.codec)
-    server = server_rate(target, server_hw, spot.accelerators, length, concurrency, spans=len(spot.nodes))
+    if recipe.target.engine == "local":
+        server = local_rate(target, server_hw, length, recipe.hidden.batch_tokens)
+    else:
+        server = server_rate(target, server_hw, spot.accelerators, length, concurrency, spans=len(spot.nodes))
     processes, training = topology.world_size, len(topology.trainers)
     step = step_seconds(drafter, recipe.train, trainer_hw, length, processes=processes, nodes=training)
     step_tokens = float(recipe.train.batch_tokens * recipe.train.accumulate * processes // recipe.train.context_ranks)

@@ -84,6 +84,8 @@ def check_source(source: recipes.Source, number: int) -> None:
             f"prompts.sources[{number}] names {' and '.join(named) or 'no place'}",
             mend="give each source exactly one of builtin, path, dataset and synthesize",
         )
+    if source.like and source.synthesize is None:
+        raise RecipeError(f"prompts.sources[{number}].like is set, but this source synthesizes nothing", mend="add synthesize: COUNT, or leave out like")
 
 
 def load_source(source: recipes.Source) -> Loaded:

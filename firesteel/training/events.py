@@ -18,7 +18,7 @@ class Event:
     Attributes:
         time: seconds since 1970.
         step: optimiser steps taken by then.
-        rule: what noticed it: `spike`, `non-finite`, `falling`, `memorising`, `starving`, `server`, `disk`, `checkpoint`, or `run` for begin and end.
+        rule: what noticed it: `spike`, `non-finite`, `falling`, `memorising`, `apart`, `starving`, `server`, `disk`, `checkpoint`, or `run` for begin and end.
         what: what was seen.
         did: what was done about it.
     """

@@ -76,7 +76,7 @@ def train(job: TrainJob) -> TrainResult:
             if due and progress.step > 0 and progress.last_validation != progress.step:
                 found = _validate(job, progress, log)
                 status.values["validation"] = length = found.acceptance_length
-                watch.compare(progress.step, found.conditional[0])
+                watch.compare(progress.step, found.conditional[0], epoch)
                 if guard.falls(progress, length):
                     _go_back(job, saver, progress, watch, "falling", f"acceptance length {length:.3f} in validation, {progress.best:.3f} at best")
                 else:

@@ -18,6 +18,8 @@ _MINUTE = 60.0
 _RARER = 4  # times as long between states on a disk that fills
 _ENOUGH = 1.2  # sizes of a state that a state and the weights still fit into
 _GAP = 0.15  # share of first drafts by which training may be better than validation
+_MORE = "prompts of validation's kind help most (prompts.sources: synthesize with like)"
+_LESS = "more prompts help most, then train.weight_decay or fewer passes"
 
 Row = dict[str, Any]
 
@@ -45,7 +47,8 @@ class Lookout:
         self._waited: float | None = None
         self._starving = False
         self._right: deque[float] = deque(maxlen=20)
-        self._memorises = False
+        self._memorises = self._apart = False
+        self._easier = 0.0
         self._troubled: dict[str, str] = {}  # endpoint -> kind of trouble seen at the last look
         self._told: dict[str, str] = {}  # endpoint -> kind of trouble told
 
@@ -82,12 +85,24 @@ class Lookout:
         """Take the share of first drafts that were right in a training step."""
         self._right.append(right)
 
-    def compare(self, step: int, right: float) -> None:
-        """See whether training is much better than a validation, in which this share of first drafts was right: then documents are learnt by heart."""
-        if self._right and not self._memorises and (known := statistics.fmean(self._right)) - right > _GAP:
+    def compare(self, step: int, right: float, epoch: float) -> None:
+        """See whether training is much better than a validation, in which this share of first drafts was right.
+
+        In the first pass over the documents nothing can be known by heart: there training has the easier ones. What it is further ahead later,
+        it has learnt by heart.
+        """
+        if not self._right:
+            return
+        known = statistics.fmean(self._right)
+        shares = f"the first draft is right for {known:.0%} of training and {right:.0%} of validation"
+        if epoch <= 1:
+            self._easier = max(0.0, known - right)
+            if self._easier > _GAP and not self._apart:
+                self._apart = True
+                self.tell(step, "apart", f"{shares} within the first pass: training's documents are of another kind", "training goes on; " + _MORE)
+        elif known - right - self._easier > _GAP and not self._memorises:
             self._memorises = True
-            what = f"the first draft is right for {known:.0%} of training and {right:.0%} of validation: documents are learnt by heart"
-            self.tell(step, "memorising", what, "training goes on; more prompts help most, then train.weight_decay or fewer passes")
+            self.tell(step, "memorising", f"{shares}: documents are learnt by heart", "training goes on; " + _LESS)
 
     def _disk(self, step: int, state_bytes: int) -> None:
         free = self.free()

@@ -20,7 +20,6 @@ from firesteel.errors import ArtifactError, RecipeError, TargetError
 from firesteel.evaluation.queue_plot import write_queue_plot
 from firesteel.recipe import Node, Recipe, load_recipe, recipe_from_dict
 from firesteel.stages.line import Line
-from firesteel.stages.measure import predict_here
 from firesteel.stages.plan import plan_of, table
 from firesteel.stages.plan import run as plan_stage
 from firesteel.stages.sizes import drafter_shape, target_shape
@@ -292,9 +291,9 @@ def test_a_measurement_takes_the_place_of_the_table(tmp_path: Path) -> None:
     assert found is not None
     row = table(recipe)["cpu"]
     assert (row.flops["fp32"], row.bandwidth) == (found.fp32, found.bandwidth)
-    again = predict_here(recipe, found, length=512)
-    assert 1 / again.train_steps == pytest.approx(found.train_seconds, rel=0.05), "what was measured is what is predicted for the same step"
-    assert again.extract_tokens > 0
+    _, again = plan_of(recipe, table(recipe), length=256, simulate=0.0)
+    assert again.rates.step == pytest.approx(found.train_seconds, rel=0.05), "what was measured is what is predicted for the same step"
+    assert again.rates.server > 0
     assert json.loads((tmp_path / "plan.json").read_text())["bottleneck"] == "machine"
     (tmp_path / "measured.json").write_text("{}")
     with pytest.raises(ArtifactError, match="is not a calibration"):

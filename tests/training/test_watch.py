@@ -232,15 +232,29 @@ def test_the_target_in_this_process_starves_nobody(tmp_path: Path, monkeypatch: 
 def test_documents_learnt_by_heart_are_told_once(tmp_path: Path) -> None:
     said: list[str] = []
     lookout = Lookout(recipes.Watch(), EventLog(tmp_path), said.append, list, lambda: 10**9)
-    lookout.compare(5, 0.1)  # nothing is known of training yet
+    lookout.compare(5, 0.1, 0.1)  # nothing is known of training yet
     for right in (0.5, 0.6):
         lookout.saw(right)
-    lookout.compare(6, 0.41)
+    lookout.compare(6, 0.45, 0.9)  # ahead by 10 points before anything can be known by heart
+    lookout.compare(7, 0.31, 1.5)
     assert said == []
-    lookout.compare(7, 0.39)
-    lookout.compare(8, 0.3)
+    lookout.compare(8, 0.29, 2.0)
+    lookout.compare(9, 0.2, 2.1)
     assert len(said) == 1
-    assert said[0].startswith("step 7: the first draft is right for 55% of training and 39% of validation")
+    assert said[0].startswith("step 8: the first draft is right for 55% of training and 29% of validation: documents are learnt by heart")
+
+
+def test_documents_of_another_kind_are_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    lookout = Lookout(recipes.Watch(), EventLog(tmp_path), said.append, list, lambda: 10**9)
+    lookout.saw(0.5)
+    lookout.compare(6, 0.36, 0.4)
+    assert said == []
+    lookout.compare(7, 0.34, 0.8)
+    lookout.compare(8, 0.33, 0.9)
+    lookout.compare(9, 0.33, 3.0)  # no further ahead than then
+    assert len(said) == 1
+    assert "within the first pass: training's documents are of another kind" in said[0]
 
 
 def test_a_disk_with_room_for_one_state_ends_training_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

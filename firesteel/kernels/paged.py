@@ -20,6 +20,11 @@ from firesteel.kernels.paged_native import BLOCK
 from firesteel.kernels.spans import Span
 
 
+def blocks_for(positions: int) -> int:
+    """Blocks that hold this many positions."""
+    return -(-positions // BLOCK)
+
+
 @dataclass
 class PagedCache:
     """Keys and values of one layer: `keys [blocks, heads, D, BLOCK]`, `values [blocks, heads, BLOCK, D]`, float32."""

@@ -13,7 +13,7 @@ import torch
 
 from firesteel.kernels.linear import wants_half
 from firesteel.kernels.memory import free_memory
-from firesteel.kernels.paged import BLOCK
+from firesteel.kernels.paged import blocks_for
 from firesteel.kernels.spans import Span
 from firesteel.responses.generate import Answer, Ask, Row, Sampling, choose, generate_batch
 from firesteel.target.batch import TransformersBatch
@@ -43,7 +43,7 @@ class Generator:
 
     @property
     def half(self) -> bool:
-        """Whether the last answers came from rounded products."""
+        """Whether answers may come from rounded products: true once they have."""
         return self._flat and self._paged is not None and self._paged.half
 
     def run(self, asks: Sequence[Ask], sampling: Sampling, eos_ids: Sequence[int], done: Done) -> None:
@@ -71,7 +71,7 @@ class Generator:
     def _over_blocks(self, longest: int) -> PagedTarget | None:
         if lean_refusal(self.model, longest) is not None:
             return None
-        each = max(2, -(-longest // BLOCK))
+        each = max(2, blocks_for(longest))
         if self._paged is None:
             self._paged = open_paged(self.model, (), max_length=longest, blocks=2 * each, half=self._half)
             self._flat = self._paged is not None
@@ -99,7 +99,7 @@ class _Flat:
             room = _PROMPT_TOKENS
             while waiting and len(going) < self.size and room > 0:
                 index, ask = waiting[-1]
-                needed = -(-(len(ask.token_ids) + self.sampling.max_new_tokens) // BLOCK)
+                needed = blocks_for(len(ask.token_ids) + self.sampling.max_new_tokens)
                 if needed > len(self.free):
                     break
                 waiting.pop()

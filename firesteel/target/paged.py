@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from firesteel.errors import TargetError
 from firesteel.kernels.memory import holds_again
-from firesteel.kernels.paged import BLOCK, Rotary, attend, make_caches, make_plan, rotate_and_store
+from firesteel.kernels.paged import BLOCK, Rotary, attend, blocks_for, make_caches, make_plan, rotate_and_store
 from firesteel.kernels.spans import Span
 from firesteel.target.head import decoder
 from firesteel.target.lean import LeanDecoder, lean_refusal
@@ -105,7 +105,7 @@ class PagedTarget:
             TargetError: they differ.
         """
         n = min(24, self.max_length)
-        needed = -(-n // BLOCK)
+        needed = blocks_for(n)
         if self._caches[0].keys.shape[0] < 2 * needed:
             raise TargetError("the cache holds not even two short texts", mend="raise serve.cache_gb")
         vocabulary = self._lean.embedding.weight.shape[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from firesteel.kernels.linear import preferred
-from firesteel.kernels.paged import BLOCK
+from firesteel.kernels.paged import BLOCK, blocks_for
 from firesteel.kernels.spans import Span
 from firesteel.target.head import decoder
 from firesteel.target.lean import lean_refusal
@@ -41,7 +41,7 @@ def make_reader(model: Any, layer_ids: Sequence[int], *, half: bool = False) -> 
     """
     if lean_refusal(model, 1) is None and (half or preferred() == "onednn"):
         return FlatReader(model, layer_ids, half=half)
-    return PaddedReader(fast_twin(model, half=half), layer_ids)
+    return _padded(model, layer_ids, half)
 
 
 class PaddedReader:
@@ -75,11 +75,11 @@ class FlatReader:
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[Read]:
         paged = self._room(texts)
         if paged is None:
-            self._padded = self._padded or PaddedReader(fast_twin(self.model, half=self.half), self.layer_ids)
+            self._padded = self._padded or _padded(self.model, self.layer_ids, self.half)
             return self._padded(texts)
         spans, used = [], 0
         for i, text in enumerate(texts):
-            count = -(-len(text) // BLOCK)
+            count = blocks_for(len(text))
             spans.append(Span(i, list(range(used, used + count)), 0, len(text)))
             used += count
         tokens = torch.cat([torch.as_tensor(text) for text in texts])
@@ -90,7 +90,7 @@ class FlatReader:
         return list(zip(streams[:, : len(self.layer_ids)].split(sizes), last.split(sizes), strict=True))
 
     def _room(self, texts: Sequence[Sequence[int]]) -> PagedTarget | None:
-        longest, blocks = max(map(len, texts)), sum(-(-len(text) // BLOCK) for text in texts)
+        longest, blocks = max(map(len, texts)), sum(blocks_for(len(text)) for text in texts)
         if self._padded is None and self._paged is None:
             ids = self.layer_ids if self._end in self.layer_ids else (*self.layer_ids, self._end)
             self._paged = open_paged(self.model, ids, max_length=max(longest, BLOCK), blocks=max(4, blocks), half=self.half)
@@ -99,3 +99,7 @@ class FlatReader:
             return None
         self._paged.make_room(longest, blocks)
         return self._paged
+
+
+def _padded(model: Any, layer_ids: Sequence[int], half: bool) -> PaddedReader:
+    return PaddedReader(fast_twin(model, half=half), layer_ids)

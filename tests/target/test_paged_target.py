@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_sizes import SIZES
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from firesteel.errors import TargetError
@@ -11,16 +12,6 @@ from firesteel.kernels.spans import Span
 from firesteel.target.paged import PagedTarget
 from firesteel.target.session import TargetSession
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_sizes import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from firesteel.target.local import capture, stack_layers
 from firesteel.target.reader import FlatReader
-
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
 
 
 def make_texts(*lengths: int) -> list[list[int]]:

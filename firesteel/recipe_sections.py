@@ -271,8 +271,8 @@ class Train(Section):
     checkpoint_minutes: float = Field(2.0, description="Minutes between resumable checkpoints.", gt=0)
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of matrix products in a training step on a CPU (weights, logits and sums stay float32); "
-        "`auto` takes bfloat16 where the processor multiplies it natively.",
+        description="Precision of matrix products in a training step (weights and sums stay float32, on a CPU logits too); "
+        "`auto` takes bfloat16 where it is multiplied natively: on CUDA, and on processors with such instructions.",
     )
     parallel: Literal["auto", "ddp", "fsdp"] = Field(
         "auto",
@@ -292,7 +292,7 @@ class Calibrate(Section):
 
 
 class Package(Section):
-    tolerance: float = Field(0.1, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0)
+    tolerance: float = Field(0.1, description="Largest relative shortfall of the decoded acceptance length against validation's promise.", gt=0, lt=1)
     proof_prompts: int = Field(8, description="Held-out prompts that the exported folder decodes as proof.", ge=1)
     speculative_tokens: int | None = Field(None, description="Draft length to serve with; empty takes all that the drafter drafts in a round.", ge=1)
 

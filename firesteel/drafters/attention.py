@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from firesteel.batches.batch import Batch
 from firesteel.batches.share import Share
 from firesteel.errors import RecipeError
+from firesteel.kernels.linear import attended
 
 Pair = tuple[Tensor, Tensor]
 # (queries [N, q, H, D], keys and values of the context, each [T, Hkv, D], of the block, each [N, g, Hkv, D]) -> [N, q, H, D]; q = g by default
@@ -242,10 +243,11 @@ def flex_mask(geometry: Geometry) -> Any:
 def flex(q: Tensor, context: Pair, block: Pair, block_mask: Any) -> Tensor:
     """FlexAttention (no backward on CPU)."""
     n, g, heads, dim = q.shape
-    k, v = (torch.cat([c, b.flatten(0, 1)]).transpose(0, 1)[None] for c, b in zip(context, block, strict=True))
+    k, v = (torch.cat([c, b.flatten(0, 1)]) for c, b in zip(context, block, strict=True))
     run: Any = _compiled_flex() if q.device.type == "cuda" else flex_attention
-    out = run(q.flatten(0, 1).transpose(0, 1)[None], k, v, block_mask=block_mask, enable_gqa=heads != k.shape[1])
-    return out[0].transpose(0, 1).view(n, g, heads, dim)
+    inputs = (x.transpose(0, 1)[None] for x in attended(q.flatten(0, 1), k, v))
+    out = run(*inputs, block_mask=block_mask, enable_gqa=heads != k.shape[1])
+    return out[0].transpose(0, 1).to(q.dtype).view(n, g, heads, dim)
 
 
 @cache

@@ -26,7 +26,6 @@ class BlockDrafter(nn.Module):
 
     Args:
         config: shape and contract.
-        sparse_w1: give the Markov table W1 sparse gradients; of its V rows a step touches a few hundred.
 
     Raises:
         RecipeError, CheckpointError: the config asks for what does not exist.
@@ -34,7 +33,7 @@ class BlockDrafter(nn.Module):
 
     layer_class: type[DraftLayer] = DraftLayer
 
-    def __init__(self, config: DraftConfig, *, sparse_w1: bool = False) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         _check(config)
         self.config = config
@@ -43,7 +42,7 @@ class BlockDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([self.layer_class(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.markov_head = MarkovHead(config, sparse=sparse_w1) if config.markov_rank else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         init_random(self)
 

@@ -22,18 +22,14 @@ MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
 class MarkovHead(nn.Module):
-    """W1 `[V, r]`, W2 `[V_d, r]` and what the kind adds.
+    """W1 `[V, r]`, W2 `[V_d, r]` and what the kind adds."""
 
-    Args:
-        sparse: W1's gradient is a sparse tensor of the rows that occur (an optimiser must know how to take it).
-    """
-
-    def __init__(self, config: DraftConfig, *, sparse: bool) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         if config.markov_head not in MARKOV_KINDS:
             raise RecipeError(f"drafter.markov_head={config.markov_head} is not known", mend=f"one of {', '.join(MARKOV_KINDS)}")
         rank, self.kind = config.markov_rank, config.markov_head
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank, sparse=sparse)
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden_size + rank, rank)

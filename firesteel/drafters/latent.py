@@ -107,7 +107,7 @@ class LatentDrafter(nn.Module):
         self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([LatentLayer(config) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.markov_head = MarkovHead(config, sparse=False)
+        self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         init_random(self)
 

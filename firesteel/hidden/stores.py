@@ -1,7 +1,4 @@
-"""Where captured states are kept: one file per document on disk, or in memory through the same codec.
-
-Both stores name their keys in sorted order, so that a run shuffles the same list whichever it uses.
-"""
+"""Where captured states are kept: one file per document on disk, or in memory through the same codec."""
 
 from __future__ import annotations
 

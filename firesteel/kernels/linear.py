@@ -1,13 +1,13 @@
-"""Fast float32 products on CPU: ATen's BLAS or oneDNN, whichever suits the processor.
+"""Fast products of float32 tensors. On a CPU: ATen's BLAS or oneDNN, whichever suits the processor.
 
 ATen multiplies float32 with MKL, which on processors without AVX-512 (and on AMD in particular) multiplies by a transposed
 matrix at half the speed of oneDNN or worse, above all when one side is a vocabulary. oneDNN is reachable as the fused linear
 operator that Inductor uses. `FIRESTEEL_MATMUL=torch` or `=onednn` overrides the choice.
 
-Inside `half_products(True)` the products of a training step are computed in bfloat16 with float32 accumulation, rounded to
-bfloat16 and widened again (weights and sums over products stay float32); worth it where the processor multiplies bfloat16 itself (`has_fast_half`).
+Inside `half_products(True)` the products of a training step are computed in bfloat16 with float32 accumulation, on a CPU rounded to
+bfloat16 and widened again (weights and sums over products stay float32); worth it where bfloat16 is multiplied natively (`has_fast_half`, CUDA).
 
-Everything else (other dtypes, CUDA, meta, subclasses, tracing, autocast) takes the plain torch product.
+Everything else (other dtypes, CUDA outside of that, meta, subclasses, tracing, autocast) takes the plain torch product.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _mode = _Mode()
 
 @contextmanager
 def half_products(on: bool, *, lean: bool = False) -> Iterator[None]:
-    """Within, this thread's products of plain float32 tensors on a CPU run in bfloat16, apart from those that ask to be `wide`.
+    """Within, this thread's products of plain float32 tensors run in bfloat16, apart from those that ask to be `wide`.
 
     Args:
         lean: `linear` rounds weights again in the backward pass, to the same bits, and keeps no rounded copy of them till then.
@@ -59,18 +59,34 @@ def has_fast_half() -> bool:
 
 
 def wants_half(precision: str, device: torch.device) -> bool:
-    """What a recipe's `precision` (auto, float32, bfloat16) means on this machine."""
-    return precision == "bfloat16" or (precision == "auto" and device.type == "cpu" and has_fast_half())
+    """What a recipe's `precision` (auto, float32, bfloat16) means on this device."""
+    if precision != "auto":
+        return precision == "bfloat16"
+    if device.type == "cpu":
+        return has_fast_half()
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def widened(a: Tensor, b: Tensor) -> Tensor:
+    """`a [n, k] @ b [k, m]` of bfloat16 or float16 factors, in float32, outside autograd. On CUDA the sums are not rounded in between."""
+    with torch.no_grad():
+        return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
+
+
+def attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the precision that attention on CUDA takes them in: bfloat16 within `half_products`. With gradients."""
+    half = _mode.half and all(t.is_cuda and t.dtype == torch.float32 for t in tensors)
+    return tuple(t.bfloat16() for t in tensors) if half else tensors
 
 
 def matmul_nt(a: Tensor, b: Tensor, *, add: Tensor | None = None, wide: bool = False) -> Tensor:
     """`a [n, k] @ b [m, k].T (+ add [n, m])` -> `[n, m]`, outside autograd. `add` may be overwritten; use the result instead.
 
-    `wide` keeps float32 also within `half_products`: rounded logits would disturb a softmax.
+    `wide` is for logits, whose rounding would disturb a softmax: within `half_products` too they are summed up in float32, on a CPU of float32 factors.
     """
     with torch.no_grad():
-        if not wide and _in_half(a, b):
-            product = (a.bfloat16() @ b.bfloat16().T).float()
+        if _in_half(a, b) and (a.is_cuda or not wide):
+            product = widened(a.bfloat16(), b.bfloat16().T)
             return product if add is None else add.add_(product)
         if _backend("nt", a, b, a.shape[0], a.shape[1], b.shape[0]) == "onednn":
             return _onednn_nt(a, b) if add is None else torch.ops.mkldnn._linear_pointwise.binary(a, add, b, None, "add")
@@ -81,7 +97,7 @@ def matmul_nn(a: Tensor, b: Tensor) -> Tensor:
     """`a [n, k] @ b [k, m]` -> `[n, m]`, outside autograd."""
     with torch.no_grad():
         if _in_half(a, b):
-            return (a.bfloat16() @ b.bfloat16()).float()
+            return widened(a.bfloat16(), b.bfloat16())
         return _onednn_nn(a, b) if _backend("nn", a, b, a.shape[0], a.shape[1], b.shape[1]) == "onednn" else a @ b
 
 
@@ -92,7 +108,7 @@ def matmul_tn(a: Tensor, b: Tensor, *, accumulate: Tensor | None = None) -> Tens
     """
     with torch.no_grad():
         if _in_half(a, b):
-            product = (a.bfloat16().T @ b.bfloat16()).float()
+            product = widened(a.bfloat16().T, b.bfloat16())
         elif _wide_vectors() and _backend("tn", a, b, a.shape[1], a.shape[0], b.shape[1]) == "onednn":
             product = _onednn_nt(a.T, b.T)
         else:
@@ -102,7 +118,7 @@ def matmul_tn(a: Tensor, b: Tensor, *, accumulate: Tensor | None = None) -> Tens
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x [..., k] @ weight [m, k].T` -> `[..., m]` with gradients for both; as `torch.nn.functional.linear` without bias."""
-    if not _plain_float32(x, weight) or x.numel() == 0 or weight.numel() == 0:
+    if not (_on_cpu(x, weight) or _in_half(x, weight)) or x.numel() == 0 or weight.numel() == 0:
         return F.linear(x, weight)
     out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -114,7 +130,7 @@ class _Linear(torch.autograd.Function):
         if _in_half(x, weight):
             x, rounded = x.bfloat16(), weight.bfloat16()
             ctx.save_for_backward(x, weight if _mode.lean else rounded)
-            return (x @ rounded.T).float()
+            return widened(x, rounded.T)
         ctx.save_for_backward(x, weight)
         return matmul_nt(x, weight)
 
@@ -125,14 +141,14 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad  # type: ignore[attr-defined]
         if x.dtype == torch.bfloat16:
             grad, weight = grad.bfloat16(), weight.bfloat16()
-            return (grad @ weight).float() if needs_x else None, (grad.T @ x).float() if needs_weight else None
+            return widened(grad, weight) if needs_x else None, widened(grad.T, x) if needs_weight else None
         grad = grad.contiguous()
         return matmul_nn(grad, weight) if needs_x else None, matmul_tn(grad, x) if needs_weight else None
 
 
 def _backend(form: str, a: Tensor, b: Tensor, n: int, k: int, m: int) -> str:
     """`torch` or `onednn` for a product of n x k x m."""
-    if n * k * m < SMALLEST or not _plain_float32(a, b) or not (_rows_or_columns(a) and _rows_or_columns(b)) or not _has_onednn():
+    if n * k * m < SMALLEST or not _on_cpu(a, b) or not (_rows_or_columns(a) and _rows_or_columns(b)) or not _has_onednn():
         return "torch"
     pinned = os.environ.get("FIRESTEEL_MATMUL", "auto")
     if pinned == "auto":
@@ -189,15 +205,20 @@ def _rows_or_columns(x: Tensor) -> bool:
     return x.is_contiguous() or x.T.is_contiguous()
 
 
+def _on_cpu(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == "cpu" and _plain_float32(a, b)
+
+
 def _plain_float32(a: Tensor, b: Tensor) -> bool:
     plain = (Tensor, torch.nn.Parameter)
     return (
         a.dtype == b.dtype == torch.float32
-        and a.device.type == b.device.type == "cpu"
+        and a.device.type == b.device.type
+        and a.device.type in ("cpu", "cuda")
         and type(a) in plain
         and type(b) in plain
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(a.device.type)
     )
 
 

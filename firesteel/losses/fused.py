@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from firesteel.errors import TrainingError
-from firesteel.kernels.linear import matmul_nn, matmul_nt, matmul_tn
+from firesteel.kernels.linear import matmul_nn, matmul_nt, matmul_tn, widened
 from firesteel.losses.plan import Chunk, make_plan, teacher_height
 from firesteel.losses.rowwise import Kernels, Terms
 from firesteel.losses.types import Head, LossResult, LossWeights, Piece, Teacher, check_shapes, compute_dtype, denominator_of, teacher_weight
@@ -221,24 +221,27 @@ class _Walk:
         return x
 
     def _product(self, states: Tensor, weight: Tensor, scale: float, add: Tensor | None = None) -> Tensor:
-        """`scale * states @ weight.T (+ add)` in the dtype of the logits; the scale goes where it is cheap or, in low precision, exact."""
-        if states.dtype == self.dtype:
+        """`scale * states @ weight.T (+ add)` in the dtype of the logits; the scale goes where it is cheap or, in low precision, exact.
+
+        A weight of low precision (a frozen head as the target has it) takes the states in its own.
+        """
+        if states.dtype == weight.dtype == self.dtype:
             return matmul_nt(_times(states, scale), weight, add=add, wide=True)
-        product = _times(matmul_nt(states, weight, wide=True).to(self.dtype), scale)
+        product = _times(widened(states.to(weight.dtype), weight.T).to(self.dtype), scale)
         return product if add is None else add.add_(product)
 
     def _backward(self, gradient: Tensor, rows: Tensor, states: list[Tensor]) -> None:
         """Gradient `[n, V]` of the chunk's logits (before the cap) -> the inputs' gradients."""
         for i, (state, (_, weight)) in enumerate(zip(states, self.pieces, strict=True)):
             row_sum, weight_sum = self.sums[2 * i], self.sums[2 * i + 1]
-            upstream = gradient if state.dtype == self.dtype else gradient.to(state.dtype)
+            upstream = gradient if weight.dtype == self.dtype else gradient.to(weight.dtype)
             if row_sum is not None:
-                row_sum[rows] = _times(matmul_nn(upstream, weight), self.scale)
+                row_sum[rows] = _times(matmul_nn(upstream, weight), self.scale).to(row_sum.dtype)
             if weight_sum is not None:
-                if state.dtype == weight_sum.dtype:
+                if state.dtype == weight.dtype == weight_sum.dtype:
                     matmul_tn(upstream, _times(state, self.scale), accumulate=weight_sum)
                 else:
-                    weight_sum.add_(matmul_tn(upstream, state), alpha=self.scale)
+                    weight_sum.add_(matmul_tn(upstream, state.to(weight.dtype)), alpha=self.scale)
 
     def _result(self) -> LossResult:
         shape, mix, valid = self.labels.shape, self.mix, self.valid

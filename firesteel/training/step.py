@@ -34,7 +34,7 @@ class TrainJob:
         held_out: batches for validation (every eligible anchor).
         folder: where state, best weights and metrics are kept; a state found there is resumed.
         eos_ids: tokens that end a text.
-        on_step: called after each step with what a console shows, and with `warning` where something went wrong that training survives.
+        on_step: called after each step with what a console shows, and with `alarm` where something went wrong that training survives.
         world: the processes that train together; each has a job of its own, with the same drafter, batches and folder.
         settings: what the run's results depend on; a state made under others is refused.
         replica: how the drafter is spread over several processes, once training has begun.

@@ -49,10 +49,10 @@ VARIANTS = {
 }
 
 
-def make_drafter(config: DraftConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32, sparse_w1: bool = False) -> BlockDrafter:
+def make_drafter(config: DraftConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32) -> BlockDrafter:
     """A drafter in which every parameter is random and of a size that matters (zero-initialised heads would hide mistakes)."""
     torch.manual_seed(seed)
-    drafter = BlockDrafter(config, sparse_w1=sparse_w1)
+    drafter = BlockDrafter(config)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.ndim < 2:

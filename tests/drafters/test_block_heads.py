@@ -79,22 +79,6 @@ def test_markov_and_confidence_formulas() -> None:
                     torch.testing.assert_close(rows.confidence_logits[n, k], confidence, rtol=1e-4, atol=1e-4)
 
 
-def test_sparse_table_gradient_is_the_dense_one() -> None:
-    embed, head, _ = make_tables(REDUCED)
-    batch = make_batch(REDUCED, [20], [2, 9])
-    gradients = []
-    for sparse in (False, True):
-        drafter = make_drafter(REDUCED, sparse_w1=sparse)
-        rows = drafter.training_rows(batch, embed, head)
-        (rows.pieces[1][0] @ rows.pieces[1][1].T).square().sum().backward()
-        assert drafter.markov_head is not None
-        gradient = drafter.markov_head.markov_w1.weight.grad
-        assert gradient is not None
-        assert gradient.is_sparse == sparse
-        gradients.append(gradient.to_dense())
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
 @pytest.mark.parametrize(
     "scaling",
     [

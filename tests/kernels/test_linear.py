@@ -133,7 +133,24 @@ def test_precision_words():
     assert wants_half("bfloat16", cpu)
     assert not wants_half("float32", cpu)
     assert wants_half("auto", cpu) == has_fast_half()
-    assert not wants_half("auto", gpu)
+    assert wants_half("auto", gpu) == (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_half_products_on_cuda():
+    torch.manual_seed(5)
+    x, w = (torch.randn(n, 128, device="cuda", requires_grad=True) for n in (70, 96))
+    g = torch.randn(70, 96, device="cuda")
+    with half_products(wants_half("auto", x.device)):
+        y = linear(x, w)
+        logits = matmul_nt(x.detach(), w.detach(), wide=True)
+    y.backward(g)
+    assert y.dtype == logits.dtype == x.grad.dtype == torch.float32
+    for got, want in ((y, x @ w.T), (logits, x @ w.T), (x.grad, g @ w), (w.grad, g.T @ x)):
+        assert not torch.equal(got, want)
+        assert float((got - want).detach().norm() / want.detach().norm()) < 0.01
+    assert torch.equal(linear(x, w), F.linear(x, w))
 
 
 def test_lean_half_products_keep_no_rounded_weights_and_change_no_bit():

@@ -146,6 +146,22 @@ def test_half_precision_rows_and_weights(make_case, gradients, mix):
         assert (fused - want).norm() <= 1.5 * (dense - want).norm() + 0.01 * want.norm()
 
 
+@pytest.mark.parametrize("mix", ["dspark", "kl", "all"])
+def test_a_half_precision_head_under_float32_rows(make_case, gradients, mix):
+    """The frozen head of a half-precision target beside a drafter's float32 tables: as with the head widened, up to the rounding of the rows."""
+    wide = make_case(dtype=torch.float32, vocab=301)
+    (rows, head), tables = wide.pieces
+    wide.pieces = [(rows, head.detach().bfloat16().float()), tables]
+    mixed = copy.copy(wide)
+    mixed.pieces = [(rows, wide.pieces[0][1].bfloat16()), tables]
+    inputs = [rows, *tables]
+    one, other = mixed.fused(MIXES[mix]), wide.fused(MIXES[mix])
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-2, atol=1e-2)
+    for got, want in zip(gradients(one.loss, inputs), gradients(other.loss, inputs), strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= 0.02 * want.norm()
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @pytest.mark.parametrize("dpace", [False, True], ids=["static", "dpace"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "cap"])

@@ -142,9 +142,12 @@ def open_artifact(path: Path, kind: str, *, verify: bool = True) -> Artifact:
 def is_current(path: Path, kind: str, key: str) -> bool:
     """True if a committed artifact with this key lies at `path`."""
     try:
-        return open_artifact(path, kind, verify=False).manifest.key == key
+        current = open_artifact(path, kind, verify=False).manifest.key == key
     except ArtifactError:
         return False
+    if current:
+        _clear(path)  # of a commit that was killed at its very end
+    return current
 
 
 class ArtifactWriter:
@@ -180,11 +183,9 @@ class ArtifactWriter:
             drop: names inside the folder that were only needed to resume.
             loose: files that may change later (prose about the artifact): neither checked nor part of its content hash.
         """
-        for name in drop:
-            victim = self.path / name
-            shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
-        skip = {MANIFEST, WORK, *loose}
-        files = {str(p.relative_to(self.path)): hash_file(p) for p in sorted(self.path.rglob("*")) if p.is_file() and p.name not in skip}
+        skip, dropped = {MANIFEST, WORK, *loose}, tuple(drop)
+        inside = ((p, p.relative_to(self.path)) for p in sorted(self.path.rglob("*")) if p.is_file() and p.name not in skip)
+        files = {str(name): hash_file(p) for p, name in inside if name.parts[0] not in dropped}
         manifest = Manifest(
             kind=self.kind,
             key=self.key,
@@ -198,11 +199,13 @@ class ArtifactWriter:
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         write_atomic(self.path / MANIFEST, json.dumps(asdict(manifest), indent=1, default=str))
-        (self.path / WORK).unlink(missing_ok=True)
+        # Killed before the folder has its name, the stage resumes; so what it resumes from goes last.
+        write_atomic(self.path / WORK, json.dumps({"kind": self.kind, "key": self.key, "drop": dropped}))
         old = self.final.with_name(f"{self.final.name}.old-{os.getpid()}")
         if self.final.exists():
             self.final.rename(old)
         self.path.rename(self.final)
+        _clear(self.final)
         shutil.rmtree(old, ignore_errors=True)
         return Artifact(self.final, manifest)
 
@@ -216,6 +219,20 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _clear(path: Path) -> None:
+    """Delete from a committed folder what was only needed to resume."""
+    work = path / WORK
+    if not work.is_file():
+        return
+    for name in json.loads(work.read_text()).get("drop", ()):
+        victim = path / name
+        if victim.is_dir():
+            shutil.rmtree(victim, ignore_errors=True)
+        else:
+            victim.unlink(missing_ok=True)
+    work.unlink(missing_ok=True)
 
 
 def _read_key(work: Path) -> str | None:

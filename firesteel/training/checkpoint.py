@@ -17,6 +17,8 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from firesteel.training.replica import whole_state
 
 STATE, BEST = "state", "best.safetensors"
 _FACTS, _UNFINISHED = "facts.json", ".tmp"
-_PATIENCE = 600.0  # seconds that the end of a run waits for its last state
+PATIENCE = 600.0  # seconds that a run which ends in trouble waits for its last state: another rank, without which it never gets whole, may be gone
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # one process is what we mean
 
@@ -59,6 +61,7 @@ class Progress:
         returns: times that training went back to its last good state.
         rate: what learning rates are multiplied by since then.
         losses, troubles: of the last steps, the losses of those taken and the numbers of those skipped (`training.guards`).
+        easier: by how much the first draft was right more often in training than in validation within the first pass (`training.watch`).
     """
 
     step: int = 0
@@ -74,6 +77,7 @@ class Progress:
     rate: float = 1.0
     losses: list[float] = field(default_factory=list)
     troubles: list[int] = field(default_factory=list)
+    easier: float | None = None
 
 
 class Saver:
@@ -88,11 +92,12 @@ class Saver:
         saves: states begun.
         size: bytes of a state, all ranks' parts together, about: parameters and two momenta.
         at: the step of the last state that is whole on disk (rank 0), -1 without one.
+        whole: parameters, optimizer and progress are of one step. What is saved otherwise would be a mixture.
     """
 
     def __init__(self, folder: Path, drafter: nn.Module, optimizers: Optimizers, world: World, settings: dict[str, Any]) -> None:
         self.folder, self.drafter, self.optimizers, self.world, self.settings = folder / STATE, drafter, optimizers, world, settings
-        self.held, self.saves, self.at = 0.0, 0, -1
+        self.held, self.saves, self.at, self.whole = 0.0, 0, -1, True
         self.size = 3 * sum(p.numel() * p.element_size() for p in drafter.parameters())
         # The thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -132,10 +137,17 @@ class Saver:
             self._copied.wait()
             self.held += time.monotonic() - started
 
-    def finish(self) -> None:
-        """Wait until a state under way is whole on disk, or has failed."""
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what turns one step into the next. Where that is broken off, things are not `whole` again."""
+        self.whole = False
+        yield
+        self.whole = True
+
+    def finish(self, patience: float | None = None) -> None:
+        """Wait until a state under way is whole on disk, or has failed; `patience` seconds at most, if given."""
         if self._thread is not None:
-            self._thread.join(_PATIENCE)
+            self._thread.join(patience)
             self._thread = None
 
     def error(self) -> str | None:
@@ -180,7 +192,8 @@ class Saver:
         if path is None:
             return None
         try:
-            self._fill(path)
+            with self.changing():
+                self._fill(path)
             return int(json.loads((path / _FACTS).read_text())["progress"]["step"])
         except (Exception, dcp.api.CheckpointException) as e:
             raise ArtifactError(f"the training state {path} is corrupt: {e}", mend=f"delete {path}; the same command goes on from another") from None

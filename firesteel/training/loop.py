@@ -14,7 +14,7 @@ from firesteel.batches.batch import Batch
 from firesteel.errors import FiresteelError, ResourceError, TrainingError
 from firesteel.kernels.memory import map_large_blocks
 from firesteel.losses.types import LossResult
-from firesteel.training.checkpoint import Progress, Saver, save_best
+from firesteel.training.checkpoint import PATIENCE, Progress, Saver, save_best
 from firesteel.training.events import EventLog
 from firesteel.training.guards import WINDOW, StepGuard
 from firesteel.training.metrics import MetricsLog
@@ -64,6 +64,7 @@ def train(job: TrainJob) -> TrainResult:
     guard = StepGuard(job.watch, job.train.nonfinite_budget)
     log = MetricsLog(job.folder, progress.step) if job.world.first else None
     watch = open_lookout(job)
+    watch.easier = progress.easier
     started = time.monotonic() - progress.seconds
     saved_at, stopped_by = progress.seconds, "budget"
     watch.tell(progress.step, "run", f"training {'goes on' if progress.step else 'begins'} with {job.world.size} process(es)", "")
@@ -77,6 +78,7 @@ def train(job: TrainJob) -> TrainResult:
                 found = _validate(job, progress, log)
                 status.values["validation"] = length = found.acceptance_length
                 watch.compare(progress.step, found.conditional[0], epoch)
+                progress.easier = watch.easier
                 if guard.falls(progress, length):
                     _go_back(job, saver, progress, watch, "falling", f"acceptance length {length:.3f} in validation, {progress.best:.3f} at best")
                 else:
@@ -97,11 +99,12 @@ def train(job: TrainJob) -> TrainResult:
             loss /= denominator or 1.0
             saver.let_copy()
             verdict, rule, why = guard.judge(progress, loss, norm)
-            if verdict == "take":
-                optimizers.step()
-            progress.step += 1
-            progress.batch += job.batches_per_step
-            progress.seconds = seconds
+            with saver.changing():
+                if verdict == "take":
+                    optimizers.step()
+                progress.step += 1
+                progress.batch += job.batches_per_step
+                progress.seconds = seconds
             if verdict != "take":
                 watch.tell(progress.step, rule, why, "the step is not taken")
                 if verdict == "return":
@@ -118,8 +121,10 @@ def train(job: TrainJob) -> TrainResult:
             if seconds - saved_at > 60 * rarer * job.train.checkpoint_minutes and not saving:
                 saver.begin(progress)
                 saved_at = seconds
+        saver.finish()
     except KeyboardInterrupt:
-        if job.world.size == 1:  # several ranks are interrupted at different steps: there the last state counts
+        # Several ranks are interrupted at different steps, and a step in the middle is neither the one nor the next: there the last state counts.
+        if job.world.size == 1 and saver.whole:
             saver.begin(progress)
         watch.tell(progress.step, "run", "interrupted", "the same command goes on")
         raise
@@ -127,7 +132,7 @@ def train(job: TrainJob) -> TrainResult:
         watch.tell(progress.step, "run", e.message, "training stops")
         raise
     finally:
-        saver.finish()
+        saver.finish(PATIENCE)
         status.values["state_step"] = saver.at
         status.write()
         if metrics is not None:

@@ -2,8 +2,8 @@
 
 Loss is a poor judge of a drafter: what counts is how many tokens a round yields. With every anchor of a document evaluated,
 greedy decoding can be replayed exactly: start at the first answer token, accept while draft and text agree, jump behind the
-accepted tokens, repeat. The text is what the target itself wrote (greedily), so this is the acceptance length that the
-reference decoder reaches at temperature 0, up to rounding.
+accepted tokens, repeat. The text is what the target itself wrote (greedily, also where training answers are sampled), so this is
+the acceptance length that the reference decoder reaches at temperature 0, up to rounding.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Lookout:
     Attributes:
         rarer: what the time between two states is to be multiplied by.
         full: the disk has room for one more state: save it and stop.
+        easier: by how much training was better than validation within the first pass; None where nobody has seen that.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Lookout:
         self._starving = False
         self._right: deque[float] = deque(maxlen=20)
         self._memorises = self._apart = False
-        self._easier = 0.0
+        self.easier: float | None = None
         self._troubled: dict[str, str] = {}  # endpoint -> kind of trouble seen at the last look
         self._told: dict[str, str] = {}  # endpoint -> kind of trouble told
 
@@ -96,11 +97,11 @@ class Lookout:
         known = statistics.fmean(self._right)
         shares = f"the first draft is right for {known:.0%} of training and {right:.0%} of validation"
         if epoch <= 1:
-            self._easier = max(0.0, known - right)
-            if self._easier > _GAP and not self._apart:
+            self.easier = max(0.0, known - right)
+            if self.easier > _GAP and not self._apart:
                 self._apart = True
                 self.tell(step, "apart", f"{shares} within the first pass: training's documents are of another kind", "training goes on; " + _MORE)
-        elif known - right - self._easier > _GAP and not self._memorises:
+        elif self.easier is not None and known - right - self.easier > _GAP and not self._memorises:
             self._memorises = True
             self.tell(step, "memorising", f"{shares}: documents are learnt by heart", "training goes on; " + _LESS)
 

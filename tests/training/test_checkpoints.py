@@ -21,7 +21,7 @@ from test_parallel_curves import check_same
 from torch.distributed import checkpoint as dcp
 
 from firesteel.errors import ArtifactError, TrainingError
-from firesteel.training import checkpoint, step
+from firesteel.training import checkpoint, loop, step
 from firesteel.training.checkpoint import Progress, Saver
 from firesteel.training.loop import train
 from firesteel.training.metrics import read_metrics
@@ -84,6 +84,30 @@ def test_one_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in wanted.items())
     facts = json.loads((tmp_path / "cut" / "state" / states(tmp_path / "cut")[-1] / "facts.json").read_text())
     assert (facts["progress"]["batch"], facts["processes"]) == (6, 1)
+
+
+@pytest.mark.parametrize("moment", ["in the middle of a step", "between steps"])
+def test_an_interrupt_saves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Ctrl-C while the optimizer moves the weights: the state before counts, and the run ends as the undisturbed one."""
+    train_here(tmp_path / "whole", "dspark", {})
+    owner, name = (Optimizers, "step") if moment == "in the middle of a step" else (loop, "settle")
+    real, calls = getattr(owner, name), []
+
+    def interrupt(*args: Any) -> Any:
+        found = real(*args)
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train_here(tmp_path / "cut", "dspark", {})
+    assert ("000000004" in states(tmp_path / "cut")) == (moment == "between steps")
+    train_here(tmp_path / "cut", "dspark", {})
+    found, wanted = load_file(tmp_path / "cut" / "best.safetensors"), load_file(tmp_path / "whole" / "best.safetensors")
+    assert all(found[name].equal(tensor) for name, tensor in wanted.items())
 
 
 def test_a_step_may_be_saved_twice(tmp_path: Path) -> None:

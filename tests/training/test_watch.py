@@ -244,6 +244,16 @@ def test_documents_learnt_by_heart_are_told_once(tmp_path: Path) -> None:
     assert said[0].startswith("step 8: the first draft is right for 55% of training and 29% of validation: documents are learnt by heart")
 
 
+@pytest.mark.parametrize(("easier", "told"), [(None, 0), (0.2, 0), (0.0, 1)])
+def test_after_a_resume_the_first_pass_is_remembered_or_nothing_is_said(tmp_path: Path, easier: float | None, told: int) -> None:
+    said: list[str] = []
+    lookout = Lookout(recipes.Watch(), EventLog(tmp_path), said.append, list, lambda: 10**9)
+    lookout.easier = easier
+    lookout.saw(0.6)
+    lookout.compare(9, 0.4, 2.5)
+    assert len(said) == told
+
+
 def test_documents_of_another_kind_are_told_once(tmp_path: Path) -> None:
     said: list[str] = []
     lookout = Lookout(recipes.Watch(), EventLog(tmp_path), said.append, list, lambda: 10**9)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError
+from firesteel.hidden.weights import weights_digest
 from firesteel.recipe import Recipe
 from firesteel.target.front import load_front
 from firesteel.target.local import LocalTarget, load_target
@@ -65,12 +66,17 @@ class Line:
 
     @cached_property
     def target(self) -> LocalTarget:
-        started = time.monotonic()
+        started, settings = time.monotonic(), self.recipe.target
         # With servers for its layers its ends are enough, as long as nobody here decodes with it.
-        front = load_front(self.recipe.target) if self.recipe.target.engine == "vllm" else None
-        target = front or load_target(self.recipe.target)
+        front = load_front(settings, weights_digest) if settings.engine == "vllm" else None
+        if front is None and settings.engine == "vllm":
+            self.screen.warn(
+                f"target {settings.model}: it has no safetensors, so its ends cannot be read alone; every process loads all its layers, "
+                "with the time and memory that target.engine=local takes. Save it as safetensors to spare that"
+            )
+        target = front or load_target(settings, weights_digest)
         spec = get_spec(self.recipe.drafter.algorithm)
-        spec.fits(self.recipe.drafter, target.text_config, lambda: read_native(self.recipe.target, spec.stitch))
+        spec.fits(self.recipe.drafter, target.text_config, lambda: read_native(settings, spec.stitch))
         loaded = "its ends loaded" if front is not None else "loaded"
         self.screen.say(
             f"target {target.spec.name}: {target.spec.architecture}, {target.spec.num_layers} layers, {loaded} in {time.monotonic() - started:.1f} s"

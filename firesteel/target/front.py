@@ -7,33 +7,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
 from firesteel import recipe as recipes
 from firesteel.errors import TargetError
 from firesteel.target.head import TargetHead, final_norm, make_head
-from firesteel.target.loading import eos_ids, load_empty, load_model, load_tokenizer, pick_device, resolve_target
+from firesteel.target.loading import Digest, WeightFiles, eos_ids, load_empty, load_model, load_tokenizer, name_weights, pick_device, resolve_target
 from firesteel.target.local import LocalTarget
-from firesteel.target.spec import TargetSpec, fingerprint, read_spec, weights_checksum
+from firesteel.target.spec import TargetSpec, read_spec, weights_checksum
 
 
 class FrontTarget(LocalTarget):
-    """The ends of a target; `model`, and what is made of it, loads the whole."""
+    """The ends of a target; `model`, and what is made of it, loads the whole.
 
-    def __init__(self, spec: TargetSpec, tokenizer: Any, head: TargetHead, config: Any, load: Callable[[], Any]) -> None:
+    Args:
+        load: gives the whole model, and the fingerprint that it then has.
+    """
+
+    def __init__(self, spec: TargetSpec, tokenizer: Any, head: TargetHead, config: Any, load: Callable[[], tuple[Any, str]]) -> None:
         self.spec, self.tokenizer, self.head = spec, tokenizer, head
         self._config, self._load = config, load
 
     @functools.cached_property
     def model(self) -> Any:
-        model = self._load()
-        found = fingerprint(model)
+        model, found = self._load()
         if found != self.spec.fingerprint:
             raise TargetError(
                 f"target {self.spec.name} has fingerprint {found} when loaded, {self.spec.fingerprint} in its files", mend="set target.engine=local"
@@ -50,18 +50,18 @@ class FrontTarget(LocalTarget):
         return weights_checksum(nn.ModuleList([self.head.norm, ends]))
 
 
-def load_front(settings: recipes.Target) -> FrontTarget | None:
-    """Load the ends of a target; None where its files do not name its weights as Transformers does, so that only loading it tells what they are.
+def load_front(settings: recipes.Target, digest: Digest) -> FrontTarget | None:
+    """Load the ends of a target; None where it has no safetensors, the only files that can be read in part.
 
     Raises:
-        TargetError: the files cannot be read.
+        TargetError: the files cannot be read, or have one of the ends not as a plain tensor.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     path = resolve_target(settings)
     model = load_empty(path, settings)
-    files = _Files(path, settings.revision)
-    if getattr(model.config, "quantization_config", None) is not None or not files.names:
+    files = WeightFiles(path, settings)
+    if not files.names:
         return None
     device, dtype = pick_device(settings.device), model.dtype
 
@@ -69,53 +69,51 @@ def load_front(settings: recipes.Target) -> FrontTarget | None:
         tensor = files.read(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    try:
-        mark = fingerprint(model, read)
-        _fill(model, read, device)
-    except KeyError:
-        return None
+    def load() -> tuple[Any, str]:
+        whole = load_model(path, settings)
+        return whole, name_weights(whole, WeightFiles(path, settings), settings, digest)
+
+    mark = name_weights(model, files, settings, digest, read)
+    _fill(model, files, settings.model, device)
     tokenizer = load_tokenizer(path, settings)
     spec = read_spec(model, settings.model, eos_ids(model, tokenizer), mark)
-    return FrontTarget(spec, tokenizer, make_head(model, spec.logit_scale, spec.softcap), model.config, lambda: load_model(path, settings))
+    return FrontTarget(spec, tokenizer, make_head(model, spec.logit_scale, spec.softcap), model.config, load)
 
 
-def _fill(model: Any, read: Callable[[str], Tensor], device: torch.device) -> None:
-    """Put real tensors into the ends of a model that has none."""
+def _fill(model: Any, files: WeightFiles, target: str, device: torch.device) -> None:
+    """Put real tensors into the ends of a model that has none; an LM head that is tied and not in the files is the embedding."""
     names = {id(module): name for name, module in model.named_modules()}
-    for module in (model.get_input_embeddings(), final_norm(model), model.get_output_embeddings()):
+    embedding, head, dtype = model.get_input_embeddings(), model.get_output_embeddings(), model.dtype
+    tied = head.weight is embedding.weight or (
+        head.weight.shape == embedding.weight.shape and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    )
+    for module in (embedding, final_norm(model), head):
         for name, parameter in list(module.named_parameters()):
-            if parameter.is_meta:
-                full = f"{names[id(module)]}.{name}"
-                module.load_state_dict({name: _tied(model, full, read).to(device)}, strict=False, assign=True)
+            if not parameter.is_meta:
+                continue
+            full, shape = f"{names[id(module)]}.{name}", tuple(parameter.shape)
+            found = files.find(full, shape)
+            shared = found is None and tied and module is head and name == "weight"
+            tensor = embedding.weight if shared else _plain(files, target, full, found, shape).to(dtype)
+            module.load_state_dict({name: tensor.to(device)}, strict=False, assign=True)
         module.requires_grad_(False)
     model.eval()
 
 
-def _tied(model: Any, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """A weight of the files; an LM head that is tied to the embedding is that one."""
-    try:
-        return read(name)
-    except KeyError:
-        if model.get_output_embeddings().weight.shape == model.get_input_embeddings().weight.shape and model.config.get_text_config().tie_word_embeddings:
-            return model.get_input_embeddings().weight
-        raise
+def _plain(files: WeightFiles, target: str, name: str, found: str | None, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the ends, `name` to Transformers and `found` in the files.
 
-
-class _Files:
-    """Tensors of a folder's, or a cached hub model's, safetensors by name; read when asked for."""
-
-    def __init__(self, path: str, revision: str | None) -> None:
-        folder = Path(path)
-        if not folder.is_dir():
-            config = cached_file(path, "config.json", revision=revision)
-            folder = Path(config).parent
-        self.names: dict[str, Any] = {}
-        try:
-            for file in sorted(folder.glob("*.safetensors")):
-                opened = safe_open(file, framework="pt")
-                self.names.update(dict.fromkeys(opened.keys(), opened))
-        except (OSError, SafetensorError) as e:
-            raise TargetError(f"target.model={path}: its weights cannot be read: {e}", mend="fetch the folder again") from e
-
-    def read(self, name: str) -> Tensor:
-        return self.names[name].get_tensor(name)
+    Raises:
+        TargetError: it is not there, or what is there is not the weight itself.
+    """
+    if found is not None and files.is_plain(found) and files.shape(found) == shape:
+        return files.read(found)
+    if found is not None:
+        what = f"{found} is {files.dtype(found)} {list(files.shape(found))} in its files, not a plain tensor of {list(shape)}"
+    else:
+        like = files.like(name)
+        what = f"{name} is not in its files" + (f", which have {', '.join(like[:4])}" if like else "")
+    raise TargetError(
+        f"target.model={target}: {what}; target.engine=vllm needs embedding, final norm and LM head as plain tensors",
+        mend="set target.engine=local, or take a checkpoint whose embedding, final norm and LM head are not quantised",
+    )

@@ -5,21 +5,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils.hub import cached_file
 
 from firesteel import recipe as recipes
 from firesteel.errors import ResourceError, TargetError
+from firesteel.target.spec import files_fingerprint, fingerprint, weight_shapes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("*.safetensors", "*.bin")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PLAIN = ("F64", "F32", "F16", "BF16")
+# Parts with an embedding, norm or head of their own: layers, among them those that predict further tokens, and MTP modules.
+_OWN_PART = re.compile(r"(^|\.)(\d+|mtp\w*)\.")
+
+# A folder -> what names the content of its safetensors; None where they cannot be read.
+Digest = Callable[[str], str | None]
 
 
 def resolve_target(settings: recipes.Target) -> str:
@@ -82,8 +95,7 @@ def load_model(path: str, settings: recipes.Target) -> Any:
 
 def load_empty(path: str, settings: recipes.Target) -> Any:
     """The causal model with its shapes and none of its weights."""
-    kind = _auto_class(path, settings)
-    config = transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    kind, config = _auto_class(path, settings), _read_config(path, settings)
     with torch.device("meta"):
         model = kind.from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code)
     with contextlib.suppress(OSError):  # as loading it does: without one the config's own holds
@@ -91,9 +103,109 @@ def load_empty(path: str, settings: recipes.Target) -> Any:
     return model
 
 
+class WeightFiles:
+    """Tensors of a target's safetensors, by name; read when asked for. Files of a hub model that are not in the cache are fetched.
+
+    Raises:
+        TargetError: one of them cannot be read, or is not there.
+    """
+
+    def __init__(self, path: str, settings: recipes.Target) -> None:
+        self.path, self.folder = path, _weights_folder(path, settings)
+        self.names: dict[str, Any] = {}
+        try:
+            for file in sorted(self.folder.glob("*.safetensors")):
+                opened = safe_open(file, framework="pt")
+                self.names.update(dict.fromkeys(opened.keys(), opened))
+        except (OSError, SafetensorError) as e:
+            raise TargetError(f"target.model={settings.model}: its weights cannot be read: {e}", mend="fetch the folder again") from e
+
+    def read(self, name: str) -> Tensor:
+        return self.names[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.names[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it."""
+        return str(self.names[name].get_slice(name).get_dtype())
+
+    def is_plain(self, name: str) -> bool:
+        """Whether its numbers are the weights themselves: floating point that needs no scale."""
+        return self.dtype(name) in _PLAIN
+
+    def hold(self, model: Any) -> bool:
+        """Whether every weight of the model is there under its own name, in its own shape."""
+        return all(name in self.names and self.shape(name) == shape for name, shape in weight_shapes(model).items())
+
+    def find(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """What the files call the weight that Transformers calls `name`: so, or the only name that ends like it and has its shape."""
+        if name in self.names:
+            return name
+        end = ".".join(name.split(".")[-2:])
+        found = [n for n in self.names if (n == end or n.endswith(f".{end}")) and not _OWN_PART.search(n) and self.shape(n) == shape]
+        return found[0] if len(found) == 1 else None
+
+    def like(self, name: str) -> list[str]:
+        """Names of the same module, as far as its last component tells: a packed weight and its scales."""
+        module = name.split(".")[-2]
+        return sorted(n for n in self.names if module in n.split(".") and not _OWN_PART.search(n))
+
+
+def name_weights(model: Any, files: WeightFiles, settings: recipes.Target, digest: Digest, read: Callable[[str], Tensor] | None = None) -> str:
+    """The fingerprint of a target: the same whether it is loaded or only its files are there.
+
+    Where the files hold every weight as the model has it, the weights tell. Experts that are stored one by one and quantised weights
+    are made into others when they are loaded: there config and files tell, and the model is not asked.
+
+    Args:
+        model: loaded, or with shapes alone.
+        read: gives a weight by its name, for a model that is not loaded.
+
+    Raises:
+        TargetError: the files cannot be read.
+    """
+    config = _read_config(files.path, settings)  # as read: unpacking quantised weights changes a loaded model's
+    quantised = any(getattr(c, "quantization_config", None) is not None for c in (config, config.get_text_config()))
+    if not files.names or (not quantised and files.hold(model)):
+        return fingerprint(model, read)
+    content = digest(str(files.folder))
+    if content is None:
+        raise TargetError(f"target.model={settings.model}: the headers of its safetensors cannot be read", mend="fetch the folder again")
+    return files_fingerprint(config, content)
+
+
+def _weights_folder(path: str, settings: recipes.Target) -> Path:
+    """Where the safetensors lie, with all that their index names."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(cached_file(path, "config.json", revision=settings.revision)).parent
+    index = None if _find(path, _SINGLE, settings) is not None else _find(path, _INDEX, settings)
+    if index is None:
+        return folder
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError) as e:
+        raise TargetError(f"target.model={settings.model}: {_INDEX} cannot be read: {e}", mend="fetch the folder again") from e
+    for file in files:
+        if not (folder / file).is_file() and _find(path, file, settings) is None:
+            raise TargetError(f"target.model={settings.model}: {file} is not there, but its index names it", mend="fetch the folder again")
+    return folder
+
+
+def _find(path: str, name: str, settings: recipes.Target) -> Path | None:
+    quiet = {f"_raise_exceptions_for_{kind}": False for kind in ("gated_repo", "missing_entries", "connection_errors")}
+    found = cached_file(path, name, revision=settings.revision, **quiet)
+    return None if found is None else Path(found)
+
+
+def _read_config(path: str, settings: recipes.Target) -> Any:
+    return transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+
+
 def _auto_class(path: str, settings: recipes.Target) -> Any:
     """Transformers' class for the architecture: causal, or multimodal with a causal text model where it has no other (Mistral 3)."""
-    config = transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    config = _read_config(path, settings)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     nested = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if nested and not remote else transformers.AutoModelForCausalLM

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from firesteel import recipe as recipes
 from firesteel.errors import RecipeError
 from firesteel.target.head import TargetHead, decoder, final_norm, make_head
-from firesteel.target.loading import eos_ids, load_model, load_tokenizer, resolve_target
+from firesteel.target.loading import Digest, WeightFiles, eos_ids, load_model, load_tokenizer, name_weights, resolve_target
 from firesteel.target.spec import TargetSpec, check_layer_ids, default_layer_ids, read_spec, weights_checksum
 
 
@@ -74,14 +74,19 @@ class LocalTarget:
         return ids
 
 
-def load_target(settings: recipes.Target) -> LocalTarget:
-    """Load model, tokenizer and head as the recipe says."""
+def load_target(settings: recipes.Target, digest: Digest | None = None) -> LocalTarget:
+    """Load model, tokenizer and head as the recipe says.
+
+    Args:
+        digest: needed for the fingerprint that all of a line agree on (`name_weights`); without it the loaded parameters are fingerprinted.
+    """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     path = resolve_target(settings)
     tokenizer = load_tokenizer(path, settings)
     model = load_model(path, settings)
-    spec = read_spec(model, settings.model, eos_ids(model, tokenizer))
+    mark = None if digest is None else name_weights(model, WeightFiles(path, settings), settings, digest)
+    spec = read_spec(model, settings.model, eos_ids(model, tokenizer), mark)
     return LocalTarget(spec, model, tokenizer, make_head(model, spec.logit_scale, spec.softcap))
 
 

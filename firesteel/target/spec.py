@@ -73,7 +73,7 @@ class TargetSpec:
 
 
 def read_spec(model: Any, name: str, eos_ids: tuple[int, ...], mark: str | None = None) -> TargetSpec:
-    """Read the facts from a loaded Transformers model; `mark` is its fingerprint where its layers are not loaded.
+    """Read the facts from a Transformers model; `mark` is its fingerprint where that is not read off its parameters.
 
     Raises:
         TargetError: the config lacks something a drafter needs.
@@ -121,15 +121,25 @@ def fingerprint(model: Any, read: Callable[[str], Tensor] | None = None) -> str:
     Args:
         read: gives a tensor by its name, for a model that is not loaded.
     """
-    digest = hashlib.sha256()
-    config = {k: v for k, v in model.config.get_text_config().to_dict().items() if k not in _PRIVATE_KEYS}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(_config_bytes(model.config))
     for name, parameter in _weights(model):
         flat = (parameter if read is None else read(name)).detach().flatten()
         picks = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).long()
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(flat[picks.to(flat.device)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def files_fingerprint(config: Any, content: str) -> str:
+    """Short hash of a model whose parameters are in no file: its config as read, and what names the content of its files."""
+    digest = hashlib.sha256(_config_bytes(config))
+    digest.update(f"files {content}".encode())
+    return digest.hexdigest()[:16]
+
+
+def weight_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of all that a fingerprint samples, by name."""
+    return {name: tuple(weight.shape) for name, weight in _weights(model)}
 
 
 def weights_checksum(model: nn.Module) -> str:
@@ -225,6 +235,12 @@ def _logit_scale(config: Any) -> float:
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
         return 1.0 / float(scaling)
     return 1.0
+
+
+def _config_bytes(config: Any) -> bytes:
+    """A config without what differs between two loads of the same model."""
+    kept = {k: v for k, v in config.get_text_config().to_dict().items() if k not in _PRIVATE_KEYS}
+    return json.dumps(kept, sort_keys=True, default=str).encode()
 
 
 def _weights(model: Any) -> list[tuple[str, Tensor]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from packed_targets import folder_with, int4_folder
 from target_families import LAYERS, PROMPT, VOCABULARY, check_close, document, make_model, own_states, write
 from torch import Tensor
 
-from firesteel import recipe as recipes
 from firesteel.decoding.decode import decode_plain
 from firesteel.errors import TargetError
 from firesteel.stages.extract import capture_documents
@@ -24,7 +21,6 @@ from firesteel.target.session import TargetSession, fast_twin
 from firesteel.target.spec import fingerprint, read_spec, weights_checksum
 
 EVERY = tuple(range(LAYERS + 1))
-GROUP = 16
 # The sixteen numbers of MXFP4 (E2M1), by code.
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -46,46 +42,10 @@ def check_target(loaded: Any, plain: Any) -> None:
     assert fingerprint(loaded) == spec.fingerprint
 
 
-def folder_with(path: Path, model: Any, tensors: dict[str, Tensor], gone: list[str], quantization: dict[str, Any]) -> recipes.Target:
-    """The model's folder with some tensors replaced, and the config that says how they are packed."""
-    model.save_pretrained(path)
-    file = path / "model.safetensors"
-    kept = {n: t for n, t in load_file(file).items() if n not in gone}
-    save_file({n: t.contiguous() for n, t in (kept | tensors).items()}, file, {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    return recipes.Target(model=str(path), device="cpu")
-
-
 def test_int4_in_compressed_tensors(tmp_path):
     pytest.importorskip("compressed_tensors")
     plain = make_model("llama")
-    tensors: dict[str, Tensor] = {}
-    gone = []
-    for name, weight in plain.model.layers.named_parameters():
-        if not name.endswith("_proj.weight"):
-            continue
-        key = f"model.layers.{name}"
-        rows, columns = weight.shape
-        groups = weight.view(rows, -1, GROUP)
-        scale = groups.abs().amax(-1) / 7
-        codes = (groups / scale[..., None]).round().clamp(-8, 7).view(rows, columns).long()
-        weight.copy_((codes.view(rows, -1, GROUP) * scale[..., None]).view(rows, columns))
-        # Eight codes of four bits in an int32, the first in the lowest bits, each 8 above its value.
-        nibbles = (codes + 8).view(rows, -1, 8) << (4 * torch.arange(8))
-        tensors[f"{key}_packed"] = nibbles.sum(-1).to(torch.uint32).view(torch.int32)
-        tensors[f"{key}_scale"] = scale
-        tensors[f"{key}_shape"] = torch.tensor([rows, columns])
-        gone.append(key)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
-    }
-    settings = folder_with(tmp_path, plain, tensors, gone, quantization)
+    settings = int4_folder(tmp_path, plain)
     loaded = load_model(settings.model, settings)
     assert fast_twin(loaded) is loaded, "a quantised linear layer may do more than its weight tells"
     sums = weights_checksum(loaded)

@@ -13,7 +13,11 @@ class Node(Section):
     name: str = Field(..., description="Name of the machine in this recipe.", pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
     address: str = Field("127.0.0.1", description="Address at which the other nodes and `ssh` reach it.", min_length=1)
     kind: str = Field("cpu", description="Its row in the hardware table: gb300, b200, h200, h100, cpu, or one of cluster.hardware.")
-    accelerators: int = Field(1, description="Accelerators that a run may use; a node of kind cpu counts as one.", ge=1)
+    accelerators: int = Field(
+        1,
+        description="Accelerators that a run may use. A node of kind cpu has none: it gets as many servers as if it had them, but one trainer process.",
+        ge=1,
+    )
 
 
 class Group(Section):
@@ -36,14 +40,14 @@ class Slurm(Section):
     partition: str | None = Field(None, description="Partition to ask for; empty: the cluster's default.")
     account: str | None = Field(None, description="Account that pays; empty: the user's default.")
     time: str = Field("24:00:00", description="Longest time of the job, as Slurm writes it.")
-    gpus: bool = Field(True, description="Ask for each node's accelerators with --gpus-per-node.")
+    gpus: bool = Field(True, description="Ask for each node's accelerators with --gpus-per-node; false where Slurm does not count them.")
 
 
 class Kubernetes(Section):
     namespace: str = Field("default", description="Namespace of all objects.")
     image: str = Field("firesteel:latest", description="Image of the trainers: Firesteel and its Python.")
     inference_image: str | None = Field(None, description="Image of servers and Mooncake master: vLLM's environment with Firesteel; empty: image.")
-    claim: str | None = Field(None, description="PersistentVolumeClaim, writable from many nodes, that is mounted at cluster.shared.")
+    claim: str | None = Field(None, description="PersistentVolumeClaim, writable from many nodes, that is mounted at cluster.shared; pods share nothing else.")
     resource: str = Field("nvidia.com/gpu", description="Name under which the cluster counts accelerators.")
 
 

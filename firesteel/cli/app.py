@@ -165,9 +165,9 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     measure: Annotated[bool, typer.Option("--measure", help="First measure this machine, for half a minute, and remember that.")] = False,
-    length: Annotated[int | None, typer.Option(help="Tokens of a document; by default half of hidden.max_length.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens of the corpus, such as 2e9, for a time in hours.")] = None,
-    failures: Annotated[float | None, typer.Option(help="Let servers fail in the simulation, each every so many hours on average.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a document; by default half of hidden.max_length.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the corpus, such as 2e9, for a time in hours.")] = None,
+    failures: Annotated[float | None, typer.Option(min=0.01, help="Let servers fail in the simulation, each every so many hours on average.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json and queue.png; by default `plan` in the run's.")] = None,
 ) -> None:
     """Say how many of which node to use, what limits them and how long it takes. Starts nothing."""

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 
 from firesteel.cluster.costs import Memory, server_memory, trainer_memory
 from firesteel.cluster.hardware import Hardware
+from firesteel.cluster.process import unknown_address
 from firesteel.cluster.shapes import DrafterShape, TargetShape
-from firesteel.cluster.topology import CPU, Topology
+from firesteel.cluster.topology import CPU, LOOPBACK, Topology
 from firesteel.errors import FiresteelError, RecipeError, ResourceError
-from firesteel.recipe import Recipe
+from firesteel.recipe import Node, Recipe
 
-_LOOPBACK = ("127.", "localhost", "::1")
+_OWN_MACHINE = "the table's kind cpu is a small machine: `firesteel plan RECIPE --measure` puts this one in its place; or name what you have in cluster.nodes"
 
 
 def check_cluster(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware], target: TargetShape, drafter: DrafterShape) -> None:
-    """Refuse a cluster that cannot run this recipe.
+    """Refuse a cluster that cannot run this recipe as `cluster.launcher` starts it.
 
     Raises:
         RecipeError, ResourceError: the only thing that is wrong, or a list of all that is.
@@ -44,16 +45,17 @@ def _kinds(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware])
 
 def _ports(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
     taken: dict[tuple[str, int], str] = {}
-    for name, port, what in topology.ports:
-        address = topology.node(name).address
+    for name, port, what, setting in topology.ports:
+        address = _address(recipe, topology.node(name))
         if (address, port) in taken:
+            where = f"node {name}" if address == unknown_address(name) else address
             yield RecipeError(
-                f"port {port} of {address} is wanted twice: by {taken[address, port]} and by {what} (node {name})",
+                f"port {port} of {where} is wanted twice: by {taken[address, port]} and by {what} (node {name})",
                 mend="give the groups ports that are further apart (cluster.groups: port), or change cluster.rendezvous_port, hidden.mooncake.port "
                 "or watch.metrics_port",
             )
         elif port > 65535:
-            yield RecipeError(f"{what} on node {name} would listen at port {port}", mend="set a lower cluster.groups: port")
+            yield RecipeError(f"{what} on node {name} would listen at port {port}, and ports end at 65535", mend=f"set a lower {setting}")
         taken.setdefault((address, port), what)
 
 
@@ -66,13 +68,14 @@ def _devices(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware
         if servers + trainers > node.accelerators:
             yield RecipeError(
                 f"node {node.name} has {node.accelerators} accelerators, its servers and trainers want {servers + trainers}",
-                mend="let a node either capture or train, or set fewer cluster.trainers_per_node",
+                mend="let a node either capture or train (two nodes with one address may share a machine's accelerators out), or set fewer "
+                "cluster.trainers_per_node",
             )
 
 
 def _addresses(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
-    addresses = {n.address for n in topology.nodes}
-    local = sorted(a for a in addresses if a.startswith(_LOOPBACK))
+    addresses = {_address(recipe, n) for n in topology.nodes}
+    local = sorted(a for a in addresses if a.startswith(LOOPBACK))
     if local and len(local) < len(addresses):
         yield RecipeError(
             f"cluster.nodes: {local[0]} is an address of this machine alone, but other nodes are elsewhere",
@@ -82,6 +85,11 @@ def _addresses(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardwa
         yield RecipeError(
             "hidden.transport=disk needs a folder that all nodes see", mend="set cluster.shared to it, or hidden.exchange, or hidden.transport=mooncake"
         )
+
+
+def _address(recipe: Recipe, node: Node) -> str:
+    """Slurm and Kubernetes choose a machine for each node, whatever its address in the recipe."""
+    return unknown_address(node.name) if recipe.cluster.launcher in ("slurm", "kubernetes") else node.address
 
 
 def _world(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]) -> Iterator[FiresteelError]:
@@ -110,14 +118,14 @@ def _memory(recipe: Recipe, topology: Topology, hardware: Mapping[str, Hardware]
             spot = next(s for s in topology.servers if s.accelerators == accelerators and s.nodes[0].kind == kind)
             yield ResourceError(
                 f"server {spot.name}: {target.name} needs {_sum(memory)} on each of {accelerators} accelerator(s) of kind {kind}",
-                mend="set a larger tensor_parallel, or lower hidden.feed.concurrency",
+                mend=_OWN_MACHINE if kind == CPU else "set a larger tensor_parallel, or lower hidden.feed.concurrency",
             )
     for kind in dict.fromkeys(t.node.kind for t in topology.trainers):
         memory = trainer_memory(target, drafter, recipe.train, hardware[kind], recipe.target.dtype, topology.world_size)
         if not memory.fits:
             yield ResourceError(
                 f"a trainer process needs {_sum(memory)} on an accelerator of kind {kind}",
-                mend="set train.batch_tokens or train.anchors lower, or drafter.num_layers",
+                mend=_OWN_MACHINE if kind == CPU else "set train.batch_tokens or train.anchors lower, or drafter.num_layers",
             )
 
 

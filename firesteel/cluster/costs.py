@@ -127,14 +127,14 @@ def update_seconds(d: DrafterShape, train: recipes.Train, hw: Hardware, processe
     """Seconds of the optimizer, and of the sum of gradients over processes, once a step; nothing of it is overlapped or shared."""
     seconds = update_bytes(d) / (hw.bandwidth * hw.efficiency.bandwidth)
     if train.optimizer == "muon":
-        seconds += muon_flops(d) / (hw.peak("bf16") * hw.efficiency.muon)
+        seconds += muon_flops(d) / (hw.peak(train_precision(train, hw)) * hw.efficiency.muon)
     ring = 4.0 * d.trained * 2 * (processes - 1) / processes
     rate = hw.network * hw.efficiency.network if nodes > 1 else hw.peer * hw.efficiency.bandwidth
     return seconds + (ring / rate if processes > 1 else 0.0)
 
 
 def train_precision(train: recipes.Train, hw: Hardware) -> str:
-    """Of the products of a training step: bf16 unless the recipe says float32, or the hardware gains nothing by it."""
+    """Of the products of a training step, Muon's iterations among them: bf16 unless the recipe says float32, or the hardware gains nothing by it."""
     return "fp32" if train.precision == "float32" or hw.peak("bf16") <= hw.peak("fp32") else "bf16"
 
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from firesteel.cluster.process import Process
@@ -13,6 +14,14 @@ from firesteel.errors import ResourceError
 from firesteel.recipe import Cluster, Node
 
 _UNREACHABLE = 255  # of ssh itself; a remote program's own 255 cannot be told from it
+
+
+def work_folder(cluster: Cluster) -> str | None:
+    """Where `ssh` starts processes: here if `cluster.shared` holds this folder, so that relative paths mean the same, else in that; None: as it is."""
+    if cluster.shared is None:
+        return None
+    here, shared = Path.cwd(), Path(cluster.shared)
+    return str(here if here.is_relative_to(shared) else shared)
 
 
 class Hands(Protocol):

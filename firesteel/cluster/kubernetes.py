@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: a headless service for names, a StatefulSet a server (it comes back by itself), a Job a training node."""
+"""Manifests for Kubernetes: a headless service for names, a StatefulSet a server (it comes back by itself), a Job a training node and verb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from firesteel.cluster.topology import Topology
 from firesteel.errors import RecipeError
 from firesteel.recipe import Node, Recipe, recipe_to_yaml
 
-_LONGEST = 63  # characters of a name that is also a host name
+_LONGEST = 63  # characters of a name that is also a host name or a label
+_TAIL = "-trainer-calibrate"  # the longest that a node's name gets, so that what trains can be calibrated
 # Waits in the trainer's image, which has Python and maybe nothing else.
 _WAIT = (
     "import sys, time, urllib.request\n"
@@ -67,8 +68,8 @@ def objects(recipe: Recipe, topology: Topology, processes: Sequence[Process]) ->
         if not mine:
             continue
         full = f"{name}-{node.name}"
-        if len(full) + len("-trainer") > _LONGEST:
-            raise RecipeError(f"{full}-trainer is longer than the {_LONGEST} characters that Kubernetes allows", mend="give the run or the node a shorter name")
+        if len(full) + len(_TAIL) > _LONGEST:
+            raise RecipeError(f"{full}{_TAIL} is longer than the {_LONGEST} characters that Kubernetes allows", mend="give the run or the node a shorter name")
         kept = [p for p in mine if p.role != "trainer"]
         trainers = [p for p in mine if p.role == "trainer"]
         if kept:
@@ -102,6 +103,7 @@ def _stateful(recipe: Recipe, name: str, full: str, node: Node, processes: list[
 
 
 def _job(recipe: Recipe, name: str, full: str, node: Node, process: Process, all_processes: Sequence[Process]) -> dict[str, Any]:
+    """Of this verb alone, since a Job cannot be changed: another verb is another Job, whose pod has the same address."""
     labels = _labels(name, f"{node.name}-trainer")
     pod = _pod(recipe, name, [_container(recipe, process)])
     urls = [p.health for p in all_processes if p.health is not None]
@@ -109,7 +111,7 @@ def _job(recipe: Recipe, name: str, full: str, node: Node, process: Process, all
     wait["command"] = ["python", "-c", _WAIT, str(recipe.target.vllm.start_timeout), *urls]  # type: ignore[assignment]
     pod |= {"initContainers": [wait], "restartPolicy": "Never", "hostname": f"{full}-trainer", "subdomain": name}  # `trainer_address`
     spec = {"backoffLimit": recipe.cluster.max_restarts, "template": {"metadata": {"labels": labels}, "spec": pod}}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(recipe, f"{full}-trainer", labels), "spec": spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(recipe, f"{full}-trainer-{recipe.cluster.verb}", labels), "spec": spec}
 
 
 def _pod(recipe: Recipe, name: str, containers: list[dict[str, Any]]) -> dict[str, Any]:

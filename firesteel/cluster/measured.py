@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from firesteel.artifact import write_atomic
-from firesteel.cluster.hardware import Efficiency, Hardware
+from firesteel.cluster.hardware import LARGEST_SHARE, Efficiency, Hardware
 from firesteel.cluster.topology import CPU
 from firesteel.errors import ArtifactError
 
@@ -85,13 +85,16 @@ def apply_measured(table: Mapping[str, Hardware], found: Measured | None) -> dic
     if found is None:
         return dict(table)
     row = table[CPU]
+    shares = {
+        "prefill_experts": found.prefill * row.efficiency.prefill_experts / row.efficiency.prefill_dense,  # experts were not measured: the table's ratio
+        "prefill_dense": found.prefill,
+        "head": found.head / found.fp32,
+        "training": found.training,
+        "muon": found.muon,
+    }
     efficiency = Efficiency(
-        prefill_experts=found.prefill * row.efficiency.prefill_experts / row.efficiency.prefill_dense,  # experts were not measured: the table's ratio
-        prefill_dense=found.prefill,
-        head=found.head / found.fp32,
-        training=found.training,
-        muon=found.muon,
-        bandwidth=found.bandwidth_share,
+        **{name: min(share, LARGEST_SHARE) for name, share in shares.items()},
+        bandwidth=min(found.bandwidth_share, 1.0),  # weights that stay in a cache are moved faster than the copy was
         network=row.efficiency.network,
         memory=row.efficiency.memory,
     )

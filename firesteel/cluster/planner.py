@@ -18,13 +18,12 @@ from firesteel.cluster.costs import (
     state_bytes,
     step_flops,
     step_seconds,
-    train_precision,
     trainer_memory,
 )
 from firesteel.cluster.hardware import Hardware
 from firesteel.cluster.shapes import DrafterShape, TargetShape
 from firesteel.cluster.simulate import Outcome, Simulation, Site
-from firesteel.cluster.topology import CPU, Topology
+from firesteel.cluster.topology import Topology
 from firesteel.recipe import Recipe
 
 _UNITS = 400_000  # units of a simulation at most; more are bundled
@@ -54,7 +53,8 @@ class Plan:
         best: the split of as many nodes with the highest rate, and among those the fewest nodes.
         splits: others, by training nodes.
         balance: inference nodes whose servers one training node keeps up with.
-        hours: of training, where the budget is known.
+        hours: of training, and of capturing before it, where the budget is known.
+        before: those of capturing, where states are kept and not streamed, and the corpus is known.
         advice: what to change first.
     """
 
@@ -77,6 +77,7 @@ class Plan:
     balance: float
     tokens: float | None
     hours: float | None
+    before: float
     advice: str
     notes: tuple[str, ...]
     simulated: Outcome | None = None
@@ -124,11 +125,14 @@ def make_plan(
     step_tokens = float(recipe.train.batch_tokens * recipe.train.accumulate * processes // recipe.train.context_ranks)
     rates = Rates(server, link_rate(trainer_hw, per_token), step_tokens / step / training, step)
     limits = {"servers": server * len(topology.servers), "links": rates.link * training, "trainers": rates.trainer_node * training}
-    if shared := any(t.node in s.nodes for s in topology.servers for t in topology.trainers):
+    shared = any(t.node in s.nodes for s in topology.servers for t in topology.trainers)
+    kept = shared and recipe.hidden.store != "stream"  # the target reads everything once, and then training has the machine
+    if shared and not kept:
         limits["machine"] = 1 / (1 / limits["servers"] + 1 / limits["trainers"])  # both, in turn
-    bottleneck = min(limits, key=lambda k: limits[k])
+    bottleneck = "trainers" if kept else min(limits, key=lambda k: limits[k])
     flops = step_flops(drafter, recipe.train.batch_tokens, recipe.train.anchors, length)
     total = _tokens(recipe, step_tokens, tokens, limits[bottleneck])
+    before = tokens / limits["servers"] / _HOUR if kept and tokens is not None else 0.0
     spans = len(spot.nodes)
     per_server_nodes = spans if spans > 1 else spot.accelerators / spot.nodes[0].accelerators
     fewest = fewest_accelerators(target, server_hw, recipe.hidden.max_length, concurrency)
@@ -154,9 +158,10 @@ def make_plan(
         splits=splits,
         balance=rates.trainer_node / (server / per_server_nodes),
         tokens=total,
-        hours=None if total is None else total / limits[bottleneck] / _HOUR,
-        advice=_advice(recipe, limits, bottleneck, rates, server / per_server_nodes, flops),
-        notes=_notes(recipe, target, length, tokens, kinds, train_precision(recipe.train, trainer_hw), processes),
+        hours=None if total is None else before + total / limits[bottleneck] / _HOUR,
+        before=before,
+        advice=_advice(recipe, {"trainers": limits["trainers"]} if kept else limits, bottleneck, rates, server / per_server_nodes, flops),
+        notes=_notes(target, length, tokens, processes, limits["servers"] if kept else None),
     )
     return plan if simulate <= 0 or shared else _simulated(plan, recipe, topology, length, simulate, failure_every)
 
@@ -211,13 +216,14 @@ def _advice(recipe: Recipe, limits: Mapping[str, float], bottleneck: str, rates:
             f"or add training nodes ({rates.trainer_node:,.0f} tokens/s each)"
         )
     ordered = sorted(limits.values())
-    return f"first: {first}; up to {ordered[1] / ordered[0]:.1f} times as fast before something else limits"
+    more = f"; up to {ordered[1] / ordered[0]:.1f} times as fast before something else limits" if len(ordered) > 1 else ""
+    return f"first: {first}{more}"
 
 
-def _notes(recipe: Recipe, target: TargetShape, length: int, tokens: float | None, kinds: tuple[str, str], precision: str, processes: int) -> tuple[str, ...]:
+def _notes(target: TargetShape, length: int, tokens: float | None, processes: int, reading: float | None) -> tuple[str, ...]:
     notes = [f"documents of {length} tokens" + ("" if tokens is not None else "; every token supervised"), f"target's sizes: {target.source}"]
-    if kinds[1] != CPU and precision == "bf16":
-        notes.append("trainers are planned with products in bf16; on accelerators Firesteel's trainer has float32 products so far")
+    if reading is not None and tokens is None:
+        notes.append(f"before training the target reads the corpus once, at {reading:,.0f} tokens/s; --tokens N: how long that takes")
     if processes > 1:
         notes.append(f"{processes} trainer processes; a drafter that is sharded (train.parallel) is counted in memory, not in time")
     return tuple(notes)

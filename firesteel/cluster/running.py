@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import subprocess
 import time
@@ -169,7 +170,7 @@ class Running:
 
 def _unit(process: Process) -> str:
     """What lives and dies together: a process, or the parts of a server over several nodes."""
-    return process.name.split("-part")[0]
+    return re.sub(r"-part\d+$", "", process.name)
 
 
 def healthy(url: str) -> bool:

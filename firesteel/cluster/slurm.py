@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from firesteel.cluster.process import Process, quote, variable
 from firesteel.cluster.topology import CPU, Topology
+from firesteel.endpoints.roster import FILE as ENDPOINTS
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 
@@ -19,12 +20,11 @@ LOGS=@LOGS@
 mkdir -p "${LOGS}"
 declare -A PIDS
 
-# start NAME HOST ACCELERATORS COMMAND...: a step of the job on that host, in the background
+# start NAME HOST COMMAND...: a step of the job on that host, in the background; it has all of the job's accelerators and processors there
 start() {
-  local name=$1 host=$2 options=()
-  if (($3 > 0)); then options=(--gpus="$3"); fi
-  shift 3
-  srun --overlap --exact --nodes=1 --ntasks=1 --nodelist="${host}" ${options[@]+"${options[@]}"} --output="${LOGS}/${name}.log" env "$@" &
+  local name=$1 host=$2
+  shift 2
+  srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="${host}" --output="${LOGS}/${name}.log" env "$@" &
   PIDS["${name}"]=$!
 }
 
@@ -52,6 +52,8 @@ finish() {
 }
 trap finish EXIT
 """
+# How `endpoints.roster.write_urls` begins a list.
+_LIST = "# One endpoint a line. Edited while a run goes on, it is read again within a second: `firesteel endpoints RECIPE add URL`."
 
 
 def batch_script(recipe: Recipe, topology: Topology, processes: Sequence[Process]) -> str:
@@ -82,6 +84,7 @@ def batch_script(recipe: Recipe, topology: Topology, processes: Sequence[Process
     for role in ("master", "server"):
         lines += [_start(p) for p in processes if p.role == role]
     lines += [f"ready {p.name} {quote(p.health)} {round(recipe.target.vllm.start_timeout)}" for p in processes if p.health is not None]
+    lines += ["", *_endpoints(recipe, topology)]
     trainers = [p for p in processes if p.role == "trainer"]
     lines += ["", *(_start(p) for p in trainers), "", "code=0"]
     lines += [f'wait "${{PIDS[{p.name}]}}" || code=$?' for p in trainers]
@@ -90,5 +93,16 @@ def batch_script(recipe: Recipe, topology: Topology, processes: Sequence[Process
 
 def _start(process: Process) -> str:
     words = [f"{k}={quote(v)}" for k, v in process.env.items()] + [quote(w) for w in process.argv]
-    gpus = 0 if process.node.kind == CPU else process.accelerators
-    return f'start {process.name} "${{{variable(process.node.name)}}}" {gpus} {" ".join(words)}'
+    return f'start {process.name} "${{{variable(process.node.name)}}}" {" ".join(words)}'
+
+
+def _endpoints(recipe: Recipe, topology: Topology) -> list[str]:
+    """Replace the run's list of servers: what is in it counts, and those of an earlier job were on other hosts."""
+    file = str((recipe.run_dir / ENDPOINTS).absolute())
+    new = quote(f"{file}.new")
+    urls = " ".join(quote(s.url) for s in topology.servers)
+    return [
+        "# shellcheck disable=SC2016 # words, not a command",
+        f"printf '%s\\n' {quote(_LIST)} {urls} > {new}",
+        f"mv -f {new} {quote(file)}",
+    ]

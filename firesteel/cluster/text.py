@@ -32,7 +32,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _split_lines(plan)
     if plan.hours is not None and plan.tokens is not None:
         steps = plan.tokens / plan.step_tokens
-        yield f"time: {plan.tokens:,.0f} tokens, {steps:,.0f} steps, take {plan.hours:,.2f} hours, {plan.hours * plan.nodes:,.2f} node-hours"
+        reading = f" ({plan.before:,.2f} of them reading the corpus once, before training)" if plan.before else ""
+        yield f"time: {plan.tokens:,.0f} tokens, {steps:,.0f} steps, take {plan.hours:,.2f} hours{reading}, {plan.hours * plan.nodes:,.2f} node-hours"
     else:
         hours = 1e9 / plan.rate / 3600
         yield f"time: a billion tokens take {hours:,.2f} hours, {hours * plan.nodes:,.2f} node-hours (--tokens N: those of your corpus)"

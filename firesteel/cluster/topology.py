@@ -8,6 +8,7 @@ from firesteel.errors import RecipeError
 from firesteel.recipe import Group, Node, Recipe
 
 CPU = "cpu"
+LOOPBACK = ("127.", "localhost", "::1")  # how an address of this machine alone begins
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Topology:
 
     Attributes:
         master: node of the Mooncake master, None where there is none to start.
-        ports: (node name, port, what listens there), of all processes.
+        ports: (node name, port, what listens there, the setting that says so), of all processes.
     """
 
     nodes: tuple[Node, ...]
@@ -69,7 +70,7 @@ class Topology:
     servers: tuple[ServerSpot, ...]
     trainers: tuple[TrainerSpot, ...]
     master: Node | None
-    ports: tuple[tuple[str, int, str], ...]
+    ports: tuple[tuple[str, int, str, str], ...]
 
     @property
     def world_size(self) -> int:
@@ -78,6 +79,17 @@ class Topology:
 
     def node(self, name: str) -> Node:
         return next(n for n in self.nodes if n.name == name)
+
+    def devices(self, node: Node, first: int, count: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a process that has `count` of a node's accelerators from its `first` on; None where that is all of the machine.
+
+        Nodes at one address are parts of one machine, whose accelerators are numbered through them in their order.
+        """
+        beside = [n for n in self.nodes if n.kind != CPU and _machine(n) == _machine(node)]
+        if node.kind == CPU or count == sum(n.accelerators for n in beside):
+            return None
+        first += sum(n.accelerators for n in beside[: beside.index(node)])
+        return ",".join(map(str, range(first, first + count)))
 
 
 def make_topology(recipe: Recipe) -> Topology:
@@ -147,16 +159,22 @@ def _servers(group: Group, nodes: list[Node], width: int, recipe: Recipe) -> lis
     return found
 
 
-def _ports(recipe: Recipe, servers: list[ServerSpot], trainers: list[TrainerSpot], master: Node | None) -> list[tuple[str, int, str]]:
-    listeners = [(s.nodes[0].name, s.port, f"server {s.name}") for s in servers]
-    listeners += [(s.nodes[0].name, s.rendezvous, f"rendezvous of server {s.name}") for s in servers if s.rendezvous]
+def _machine(node: Node) -> str:
+    """What nodes of one machine share: their address, and all loopback addresses are this machine's."""
+    return LOOPBACK[0] if node.address.startswith(LOOPBACK) else node.address
+
+
+def _ports(recipe: Recipe, servers: list[ServerSpot], trainers: list[TrainerSpot], master: Node | None) -> list[tuple[str, int, str, str]]:
+    listeners = [(s.nodes[0].name, s.port, f"server {s.name}", "cluster.groups: port") for s in servers]
+    spread = [s for s in servers if s.rendezvous]
+    listeners += [(s.nodes[0].name, s.rendezvous, f"rendezvous of server {s.name}", "cluster.server_rendezvous_port") for s in spread]
     if sum(t.processes for t in trainers) > 1:
-        listeners.append((trainers[0].node.name, recipe.cluster.rendezvous_port, "rendezvous of the trainers"))
+        listeners.append((trainers[0].node.name, recipe.cluster.rendezvous_port, "rendezvous of the trainers", "cluster.rendezvous_port"))
     if master is not None:
-        port = recipe.hidden.mooncake.port
-        listeners += [(master.name, port, "Mooncake master"), (master.name, port + 1, "metrics of the Mooncake master")]
-    listeners += [(t.node.name, port, f"metrics of trainer {t.name}") for t in trainers for port in trainer_ports(recipe, t.processes)]
-    return listeners
+        port, setting = recipe.hidden.mooncake.port, "hidden.mooncake.port"
+        listeners += [(master.name, port, "Mooncake master", setting), (master.name, port + 1, "metrics of the Mooncake master", setting)]
+    metrics = [(t, port) for t in trainers for port in trainer_ports(recipe, t.processes)]
+    return [*listeners, *((t.node.name, port, f"metrics of trainer {t.name}", "watch.metrics_port") for t, port in metrics)]
 
 
 def trainer_ports(recipe: Recipe, processes: int) -> list[int]:
@@ -185,6 +203,7 @@ def _check_owned(group: Group, used: dict[str, str]) -> None:
     for name in dict.fromkeys([*group.inference, *group.training]):
         if name in used:
             raise RecipeError(
-                f"node {name} is in the groups {used[name]} and {group.name}", mend="a node belongs to one group: name it twice, with one address"
+                f"node {name} is in the groups {used[name]} and {group.name}",
+                mend="a node belongs to one group: make two of it in cluster.nodes, with one address, each with its part of the accelerators",
             )
         used[name] = group.name

@@ -85,7 +85,7 @@ def measure_machine(line: Line) -> Measured:
         training=step_flops(drafter, batch, anchors, length) / (step - update) / row.peak(train_precision(recipe.train, row)),
         # AdamW's time is all memory's; of Muon's, what a copy of as many bytes would not take is its products'.
         bandwidth_share=1.0 if muon else moved / update,
-        muon=muon_flops(drafter) / max(update - moved, update / 4) / row.peak("bf16") if muon else row.efficiency.muon,
+        muon=muon_flops(drafter) / max(update - moved, update / 4) / row.peak(train_precision(recipe.train, row)) if muon else row.efficiency.muon,
         train_seconds=step,
         update_seconds=update,
         prefill_seconds=layers,

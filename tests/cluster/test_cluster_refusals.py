@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from cluster_fakes import free_port, recipe, settings
+from typer.testing import CliRunner
 
+from firesteel.cli.app import app
 from firesteel.cluster.hands import Local, Ssh
 from firesteel.cluster.hardware import load_hardware
 from firesteel.cluster.probe import check_versions
@@ -74,6 +76,42 @@ def test_the_masters_port_is_among_them(folder: Path) -> None:
     made.cluster.master = "a1"
     made.hidden.mooncake.port = made.cluster.groups[0].port
     refuse(made, "wanted twice: by server a-server0 and by Mooncake master")
+
+
+def test_nodes_that_a_scheduler_chooses_may_have_one_address(folder: Path) -> None:
+    data = settings(folder, cluster={"shared": str(folder)})
+    for node in data["cluster"]["nodes"]:
+        node["address"] = "127.0.0.1"
+    refuse(recipe_from_dict(data), r"of 127\.0\.0\.1 is wanted twice")
+    for launcher in ("slurm", "kubernetes"):
+        data["cluster"]["launcher"] = launcher
+        assert len(plan_of(recipe_from_dict(data), HARDWARE, simulate=0.0)[0].servers) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("hidden.mooncake.port", "metrics of the Mooncake master"), ("watch.metrics_port", "metrics of trainer a-trainer0")]
+)
+def test_a_port_beyond_the_last_names_its_setting(folder: Path, setting: str, words: str) -> None:
+    made = recipe(folder, hidden={"transport": "mooncake"}, cluster={"trainers_per_node": 2})
+    section = made.hidden.mooncake if setting.startswith("hidden") else made.watch
+    setattr(section, setting.rsplit(".", 1)[1], 65535)
+    error = refuse(made, f"{words} on node a3 would listen at port 65536, and ports end at 65535")
+    assert error.mend == f"set a lower {setting}"
+
+
+@pytest.mark.parametrize("option", ["--failures=0", "--length=0", "--tokens=0"])
+def test_a_plan_of_nothing(option: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "quickstart", option])
+    assert done.exit_code == 2, done.output
+    assert "greater than or" in done.output
+
+
+def test_a_cpu_node_has_servers_by_its_accelerators_and_one_trainer(folder: Path) -> None:
+    made = recipe(folder)
+    for node in made.cluster.nodes:
+        node.accelerators = 3
+    topology = make_topology(made)
+    assert ([s.nodes[0].name for s in topology.servers], topology.world_size) == (["a1"] * 3 + ["a2"] * 3, 1)
 
 
 @pytest.mark.parametrize("role", ["training", "inference"])

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from firesteel.cli.app import app
 from firesteel.cluster.process import Process, quote, unknown_address
 from firesteel.cluster.topology import make_topology
+from firesteel.endpoints.roster import write_urls
 from firesteel.errors import RecipeError
-from firesteel.recipe import load_recipe, recipe_from_dict
+from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, recipe_to_yaml
 from firesteel.stages.extract_server import plan as extract_server_plan
 from firesteel.stages.launch import make_processes
 from firesteel.stages.launch import written_for as written
@@ -33,6 +34,13 @@ def printed(*args: str) -> str:
     done = CliRunner().invoke(app, ["launch", *args, "--dry-run"])
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def accelerated(folder: Path, *addresses: str) -> Recipe:
+    """Two nodes of four accelerators: one with two servers, one that trains."""
+    nodes = [{"name": name, "address": address, "kind": "h100", "accelerators": 4} for name, address in zip("st", addresses, strict=True)]
+    groups = [{"name": "g", "inference": ["s"], "training": ["t"], "tensor_parallel": 2}]
+    return recipe(folder, cluster={"nodes": nodes, "groups": groups})
 
 
 def flag(argv: tuple[str, ...], name: str) -> Any:
@@ -101,6 +109,21 @@ def test_environment_and_pythons_by_role(folder: Path) -> None:
     assert make_processes(made, make_topology(made), "ssh")[-1].argv[0] == sys.executable
 
 
+def test_nodes_at_one_address_are_parts_of_one_machine(folder: Path) -> None:
+    def devices(made: Recipe, launcher: str) -> list[str | None]:
+        return [p.env.get("CUDA_VISIBLE_DEVICES") for p in make_processes(made, make_topology(made), launcher)]
+
+    one = accelerated(folder, "10.0.0.1", "10.0.0.1")
+    assert devices(one, "ssh") == ["0,1", "2,3", "4,5,6,7"]
+    assert devices(accelerated(folder, "127.0.0.1", "127.0.0.2"), "local") == ["0,1", "2,3", "4,5,6,7"]
+    assert devices(accelerated(folder, "10.0.0.1", "10.0.0.2"), "ssh") == ["0,1", "2,3", None], "a trainer node that is a whole machine"
+    assert devices(one, "kubernetes") == [None, None, None], "a pod has its own"
+    one.cluster.groups[0].tensor_parallel = 8
+    one.cluster.groups[0].inference, one.cluster.groups[0].training = ["s", "t"], ["u"]
+    one.cluster.nodes.append(one.cluster.nodes[0].model_copy(update={"name": "u"}))
+    assert devices(one, "ssh") == ["0,1,2,3", "4,5,6,7", "8,9,10,11"], "each part of a server has its own node's"
+
+
 def test_addresses_that_only_the_shell_knows_are_variables_in_any_word() -> None:
     node = unknown_address("a-1")
     script = f'NODE_A_1=10.0.0.9; printf "%s|" {quote(node)} {quote("x=" + node + ":80")} {quote(json.dumps({"a": node, "b": "it is $HOME"}))}'
@@ -129,8 +152,10 @@ def test_the_slurm_script_runs(folder: Path, tmp_path: Path) -> None:
     """With `srun` and `scontrol` in Slurm's place: servers are waited for, the trainer's exit code is the job's, and nothing is left running."""
     made = recipe(folder)
     made.target.vllm.start_timeout = 20
-    script = tmp_path / "job.sbatch"
+    script, listed = tmp_path / "job.sbatch", folder / "runs/toy/endpoints.txt"
     script.write_text(written(made, "slurm"))
+    listed.parent.mkdir(parents=True)
+    write_urls(listed, ["http://10.9.9.9:8100"])  # of an earlier job
     bins = tmp_path / "bin"
     bins.mkdir()
     (bins / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n'\n")
@@ -145,7 +170,45 @@ def test_the_slurm_script_runs(folder: Path, tmp_path: Path) -> None:
     log = (folder / "runs/toy/launch/logs/a-trainer0.log").read_text()
     assert "http://127.0.0.1:" in log
     assert "http://127.0.0.2:" in log
+    write_urls(tmp_path / "as-ssh-writes-it", [f"http://127.0.0.{i}:{made.cluster.groups[0].port}" for i in (1, 2)])
+    assert listed.read_text() == (tmp_path / "as-ssh-writes-it").read_text()
+    assert sorted(p.name for p in listed.parent.iterdir()) == ["endpoints.txt", "launch"]
     assert subprocess.run(["pgrep", "-f", str(folder / "server-python")], capture_output=True, check=False).returncode == 1
+
+
+def test_a_step_has_all_of_its_node_and_a_server_its_part(folder: Path) -> None:
+    made = accelerated(folder, "10.0.0.1", "10.0.0.2")
+    script = written(made, "slurm")
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    step = next(line.split() for line in script.splitlines() if line.strip().startswith("srun "))
+    assert step[:5] == ["srun", "--overlap", "--cpu-bind=none", "--nodes=1", "--ntasks=1"], "no --exact, which leaves a step one processor"
+    starts = {line.split()[1]: line.split() for line in script.splitlines() if line.startswith("start ")}
+    assert "CUDA_VISIBLE_DEVICES=0,1" in starts["g-server0"]
+    assert "CUDA_VISIBLE_DEVICES=2,3" in starts["g-server1"]
+    assert starts["g-trainer0"][2:4] == ['"${NODE_T}"', made.cluster.python], "all that the node has"
+    made.cluster.slurm.gpus = False
+    assert "--gpus" not in written(made, "slurm")
+
+
+@pytest.mark.parametrize(("launcher", "server"), [("slurm", 'http://"${NODE_A2}":'), ("kubernetes", "http://firesteel-toy-a2-0.firesteel-toy.default.svc:")])
+def test_nodes_that_a_scheduler_chooses_need_no_address(launcher: str, server: str, folder: Path) -> None:
+    data = settings(folder, cluster={"shared": str(folder)})
+    for node in data["cluster"]["nodes"]:
+        del node["address"]
+    file = folder / "toy.yaml"
+    file.write_text(recipe_to_yaml(recipe_from_dict(data)))
+    assert server in printed(str(file), "--on", launcher)
+    done = CliRunner().invoke(app, ["launch", str(file), "--on", "ssh", "--dry-run"])
+    assert "of 127.0.0.1 is wanted twice" in str(done.exception)
+
+
+def test_ports_that_meet_on_a_node_without_an_address_name_the_node(folder: Path) -> None:
+    data = settings(folder, hidden={"transport": "mooncake"}, cluster={"shared": str(folder), "master": "a1"})
+    data["hidden"]["mooncake"] = {"port": data["cluster"]["groups"][0]["port"]}
+    file = folder / "toy.yaml"
+    file.write_text(recipe_to_yaml(recipe_from_dict(data)))
+    done = CliRunner().invoke(app, ["launch", str(file), "--on", "slurm", "--dry-run"])
+    assert "of node a1 is wanted twice" in str(done.exception)
 
 
 def test_slurm_gives_one_kind_of_node() -> None:
@@ -179,7 +242,7 @@ def test_manifests_name_each_other_rightly() -> None:
     assert flag(container["command"], "--master-addr") == f"{service}-b1-0.{service}.lab.svc"
     assert "readinessProbe" not in container, "only the first part of a server answers"
     assert by_name["StatefulSet", f"{service}-b1"]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["port"] == 8100
-    pod = by_name["Job", f"{service}-c3-trainer"]["spec"]["template"]["spec"]
+    pod = by_name["Job", f"{service}-c3-trainer-train"]["spec"]["template"]["spec"]
     own = f"{pod['hostname']}.{pod['subdomain']}.lab.svc"
     command = pod["containers"][0]["command"]
     assert f"hidden.mooncake.address={own}" in command
@@ -190,6 +253,17 @@ def test_manifests_name_each_other_rightly() -> None:
     assert {v["name"]: v.get("persistentVolumeClaim") for v in pod["volumes"]}["shared"] == {"claimName": "all"}
     recipe_file = by_name["ConfigMap", service]["data"]["recipe.yaml"]
     assert recipe_from_dict(yaml.safe_load(recipe_file)).drafter == load_recipe(RACK).drafter
+
+
+def test_another_verb_is_another_job_at_the_same_address() -> None:
+    """A Job cannot be changed: `kubectl apply` of the same name with another command is refused. Servers stay as they are."""
+    train, calibrate = (list(yaml.safe_load_all(printed(RACK, "--on", "kubernetes", f"cluster.verb={verb}"))) for verb in ("train", "calibrate"))
+    before, after = ([d for d in docs if d["kind"] == "Job"] for docs in (train, calibrate))
+    assert [d["metadata"]["name"] for d in before] == [f"firesteel-kimi-k3-rack-{g}3-trainer-train" for g in "abcd"]
+    assert [d["metadata"]["name"] for d in after] == [f"firesteel-kimi-k3-rack-{g}3-trainer-calibrate" for g in "abcd"]
+    hosts = [[d["spec"]["template"]["spec"]["hostname"] for d in jobs] for jobs in (before, after)]
+    assert hosts[0] == hosts[1] == [f"firesteel-kimi-k3-rack-{g}3-trainer" for g in "abcd"]
+    assert [d for d in train if d["kind"] == "StatefulSet"] == [d for d in calibrate if d["kind"] == "StatefulSet"]
 
 
 def test_a_name_that_kubernetes_does_not_take() -> None:

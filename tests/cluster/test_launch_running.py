@@ -16,8 +16,11 @@ import pytest
 from cluster_fakes import SSH, program, recipe, settings
 
 from firesteel.cluster import running
-from firesteel.errors import FiresteelError, ResourceError, TargetError, TrainingError
-from firesteel.recipe import Recipe, recipe_from_dict, recipe_to_yaml
+from firesteel.cluster.hands import work_folder
+from firesteel.cluster.process import Process
+from firesteel.endpoints.roster import read_urls, write_urls
+from firesteel.errors import FiresteelError, RecipeError, ResourceError, TargetError, TrainingError
+from firesteel.recipe import Node, Recipe, load_recipe, recipe_from_dict, recipe_to_yaml
 from firesteel.stages import launch
 from firesteel.stages.line import Line
 
@@ -191,6 +194,41 @@ def test_through_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nothing_left(folder)
 
 
+def test_a_relative_folder_through_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched below `cluster.shared`: the run is where the launcher looked for it, and processes start in the same folder."""
+    _set(monkeypatch, _fake_ssh(folder))
+    work = folder / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    made = recipe(folder, cluster={"shared": str(folder)})
+    made.runs_dir = "runs"
+    assert start(made, "ssh")[0] == 0
+    assert load_recipe(str(work / "runs/toy/launch/recipe.yaml")).run_dir == work / "runs/toy"
+    assert f'"folder": "{work}"' in (folder / "ssh.log").read_text()
+    assert nothing_left(folder)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_relative_paths_are_those_of_the_folder_of_the_launch(folder: Path, monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+    """Artifacts are known by a target's and a source's path: these are left alone where nodes see the folder, and written in full where not."""
+    monkeypatch.chdir(folder)
+    (folder / "prompts.jsonl").touch()
+    shared = folder if seen else folder / "shared"
+    sources = [{"path": "prompts.jsonl"}, {"path": "there.jsonl"}]
+    data = settings(folder, prompts={"sources": sources}, hidden={"exchange": "states"}, cluster={"shared": str(shared), "python": "./trainer-python"})
+    data["target"]["model"], data["runs_dir"] = "target", "runs"
+    made = recipe_from_dict(data)
+    found = launch.rooted(made, "ssh")
+    assert work_folder(made.cluster) == str(shared)
+    assert (found.runs_dir, found.hidden.exchange, found.cluster.python) == tuple(str(folder / n) for n in ("runs", "states", "trainer-python"))
+    assert found.target.model == ("target" if seen else str(folder / "target"))
+    assert [s.path for s in found.prompts.sources] == ["prompts.jsonl" if seen else str(folder / "prompts.jsonl"), "there.jsonl"]
+    assert found.drafter == made.drafter
+    assert launch.rooted(made, "local") == made
+    written = launch.rooted(made, "slurm")
+    assert (written.runs_dir, written.target.model, written.cluster.python) == (str(folder / "runs"), "target", "./trainer-python")
+
+
 def test_a_node_that_is_down_and_one_with_another_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, _fake_ssh(folder))
     monkeypatch.setenv("FAKE_DOWN", "127.0.0.2")
@@ -235,9 +273,21 @@ def test_slurm_and_kubernetes_are_written_beside_the_recipe(folder: Path) -> Non
     assert code == 0
     assert "start with `sbatch " in said[0]
     assert (folder / "runs/toy/launch/job.sbatch").read_text().startswith("#!/bin/bash")
+    with pytest.raises(RecipeError, match=r"cluster\.kubernetes\.claim is empty"):
+        start(made, "kubernetes")
+    made.cluster.kubernetes.claim = "all"
+    listed = folder / "runs/toy/endpoints.txt"
+    write_urls(listed, ["http://10.9.9.9:8100"])  # of an earlier launch through ssh
     start(made, "kubernetes")
+    assert read_urls(listed) == [f"http://firesteel-toy-a{i}-0.firesteel-toy.default.svc:{made.cluster.groups[0].port}" for i in (1, 2)]
     assert "kind: StatefulSet" in (folder / "runs/toy/launch/kubernetes.yaml").read_text()
     assert (folder / "runs/toy/launch/recipe.yaml").is_file()
+
+
+def test_the_parts_of_a_server_live_together_whatever_its_groups_name() -> None:
+    names = ("x-part1-server0", "x-part2-server0", "x-server0-part0", "x-server0-part1")
+    units = [running._unit(Process(name, "server", Node(name="n"), ())) for name in names]
+    assert units == ["x-part1-server0", "x-part2-server0", "x-server0", "x-server0"]
 
 
 def _fake_ssh(folder: Path) -> dict[str, str]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import transformers
 
-from firesteel.cluster.costs import fewest_accelerators, link_rate, server_rate, state_bytes, step_flops, trainer_memory, update_seconds
+from firesteel.cluster.costs import fewest_accelerators, link_rate, muon_flops, server_rate, state_bytes, step_flops, trainer_memory, update_seconds
 from firesteel.cluster.hardware import load_hardware
-from firesteel.cluster.measured import read_measured
+from firesteel.cluster.measured import Measured, apply_measured, read_measured
 from firesteel.cluster.planner import Plan
 from firesteel.cluster.shapes import DrafterShape, known_target, read_target, shape_of
 from firesteel.cluster.text import plan_lines
@@ -258,12 +258,26 @@ def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
 
 def test_one_machine_that_captures_and_trains_does_them_in_turn(tmp_path: Path) -> None:
     transformers.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path / "m")
-    recipe = recipe_from_dict({"train": {"max_minutes": 3}, "target": {"model": str(tmp_path / "m")}, "drafter": {"markov_rank": 16}})
-    found = plan(recipe, simulate=60.0)
+    settings = {"train": {"max_minutes": 3}, "target": {"model": str(tmp_path / "m")}, "drafter": {"markov_rank": 16}}
+    found = plan(recipe_from_dict({**settings, "hidden": {"store": "stream"}}), simulate=60.0)
     assert found.bottleneck == "machine"
     assert 1 / found.rate == pytest.approx(1 / found.limits["servers"] + 1 / found.limits["trainers"])
     assert found.hours == pytest.approx(3 / 60)
     assert found.simulated is None
+
+
+def test_one_machine_that_keeps_its_states_reads_the_corpus_once(tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path / "m")
+    recipe = recipe_from_dict({"train": {"max_minutes": 3}, "target": {"model": str(tmp_path / "m")}, "drafter": {"markov_rank": 16}})
+    found = plan(recipe)
+    assert (found.bottleneck, found.rate) == ("trainers", found.limits["trainers"])
+    assert found.tokens == pytest.approx(180 * found.limits["trainers"])
+    assert found.hours == pytest.approx(3 / 60)
+    assert "--tokens N: how long that takes" in " ".join(found.notes)
+    told = plan(recipe, tokens=1e6)
+    assert told.before == pytest.approx(1e6 / told.limits["servers"] / 3600)
+    assert told.hours == pytest.approx(told.before + told.tokens / told.limits["trainers"] / 3600)
+    assert any("reading the corpus once" in line for line in plan_lines(told))
 
 
 def test_the_picture_is_a_picture_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
@@ -274,6 +288,18 @@ def test_the_picture_is_a_picture_and_equal_runs_give_equal_bytes(tmp_path: Path
     data = (tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert data == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_measurement_beyond_the_tables_bounds_is_cut(tmp_path: Path) -> None:
+    """On a processor that multiplies bfloat16 ten times slower than float32, Muon's share of that peak would be ten."""
+    shares = {"prefill": 3.0, "head": 9e12, "training": 4.0, "bandwidth_share": 1.7, "muon": 10.0}
+    seconds = {"train_seconds": 1.0, "update_seconds": 0.1, "prefill_seconds": 1.0}
+    row = apply_measured(load_hardware(), Measured("old", 2, 16e9, 1e11, 1e10, 1e10, about="", **shares, **seconds))["cpu"]
+    assert (row.efficiency.muon, row.efficiency.training, row.efficiency.bandwidth) == (2.0, 2.0, 1.0)
+    recipe = load_recipe("kimi-k3-rack", ["train.optimizer=muon"])
+    d, train = drafter_shape(recipe, target_shape(recipe)), recipe.train
+    adamw = update_seconds(d, train.model_copy(update={"optimizer": "adamw"}), row, 1, 1)
+    assert update_seconds(d, train, row, 1, 1) - adamw == pytest.approx(muon_flops(d) / (1e11 * 2.0)), "in float32, as it is iterated there"
 
 
 def test_a_measurement_takes_the_place_of_the_table(tmp_path: Path) -> None:
@@ -294,7 +320,7 @@ def test_a_measurement_takes_the_place_of_the_table(tmp_path: Path) -> None:
     _, again = plan_of(recipe, table(recipe), length=256, simulate=0.0)
     assert again.rates.step == pytest.approx(found.train_seconds, rel=0.05), "what was measured is what is predicted for the same step"
     assert again.rates.server > 0
-    assert json.loads((tmp_path / "plan.json").read_text())["bottleneck"] == "machine"
+    assert json.loads((tmp_path / "plan.json").read_text())["bottleneck"] == "trainers"
     (tmp_path / "measured.json").write_text("{}")
     with pytest.raises(ArtifactError, match="is not a calibration"):
         read_measured(str(tmp_path))

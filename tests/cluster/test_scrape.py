@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from firesteel.cluster.scrape import scrape_config
 from firesteel.cluster.topology import make_topology
 from firesteel.errors import RecipeError
 from firesteel.recipe import load_recipe
+from firesteel.stages import launch
 from firesteel.stages.launch import make_processes
+from firesteel.stages.line import Line
 from firesteel.stages.plan import plan_of, table
 
 
@@ -47,6 +50,17 @@ def test_on_other_machines_they_listen_at_all_addresses() -> None:
     made = load_recipe("kimi-k3-rack", ["watch.metrics_port=9400"])
     trainer = next(p for p in make_processes(made, make_topology(made), "ssh") if p.role == "trainer")
     assert "watch.metrics_host=0.0.0.0" in trainer.argv
+
+
+def test_on_kubernetes_trainers_are_pods_of_their_own(folder: Path) -> None:
+    made = recipe(folder, watch={"metrics_port": 9400}, cluster={"shared": str(folder)})
+    made.cluster.kubernetes.claim = "all"
+    screen = SimpleNamespace(say=lambda text: None)
+    launch.run(Line(made, screen), "kubernetes", dry_run=False)  # type: ignore[arg-type]
+    found = jobs((folder / "runs/toy/launch/prometheus.yml").read_text())
+    pod = "firesteel-toy-{}.firesteel-toy.default.svc:{}"
+    assert [t["targets"] for t in found["toy-training"]] == [[pod.format("a3-trainer", 9400)]]
+    assert found["toy-inference"][0]["targets"] == [pod.format("a1-0", made.cluster.groups[0].port)]
 
 
 def test_a_port_of_metrics_that_another_has_is_refused(folder: Path) -> None:

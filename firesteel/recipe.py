@@ -73,9 +73,10 @@ class Recipe(Section):
             raise ValueError("responses.samples > 1 needs responses.temperature > 0: greedy answers are all the same")
         if not any((self.train.max_minutes, self.train.max_steps, self.train.epochs)):
             raise ValueError("training needs an end: set train.max_minutes, train.max_steps or train.epochs")
-        for url in self.target.endpoints:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"target.endpoints has {url!r}, which is not http://HOST:PORT")
+        for setting, urls in (("target.endpoints", self.target.endpoints), ("responses.servers.urls", self.responses.servers.urls)):
+            for url in urls:
+                if not url.startswith(("http://", "https://")):
+                    raise ValueError(f"{setting} has {url!r}, which is not http://HOST:PORT")
         if self.hidden.lease <= self.hidden.feed.timeout:
             raise ValueError("hidden.lease must be longer than hidden.feed.timeout: a sample would be deleted while it is waited for")
         if self.hidden.mooncake.buffer_gb > self.hidden.mooncake.segment_gb:

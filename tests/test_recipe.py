@@ -37,6 +37,9 @@ def test_overrides_replace_values() -> None:
         ("drafter.markov_head=fancy", "vanilla"),
         ("train.lr", "section.key=value"),
         ("responses.samples=2", "responses.temperature"),
+        ("target.endpoints=[host:8100]", "target.endpoints has 'host:8100', which is not http://HOST:PORT"),
+        ("responses.servers.urls=[host:8000]", "responses.servers.urls has 'host:8000', which is not http://HOST:PORT"),
+        ("package.tolerance=1", "package.tolerance"),
     ],
 )
 def test_bad_overrides_say_what_to_type(override: str, hint: str) -> None:

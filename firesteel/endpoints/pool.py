@@ -4,6 +4,8 @@ What goes wrong is told apart by the exception that `ask` raises:
 
 - `HiddenStateError` or `DataError`: an answer came and cannot be used. It is asked again, elsewhere if there is an elsewhere.
   A job has `retries` of these, and of the last 200 answers no more than `bad_share` may be bad.
+- `RefusedError`: the endpoint is well and will never do this job. The others are asked, once each; when all that are well have
+  refused it, whoever waits for the job gets the error, and the pool goes on.
 - `RecipeError`: this endpoint will never answer (it serves another model). It is left out; when all are, the pool stops.
 - anything else, a timeout too: the endpoint failed. It rests, twice as long each time in a row, then one job tries it. Such
   a failure counts against the job only if the endpoint was well when it got the job, and others were answered since the
@@ -38,6 +40,10 @@ _TICK, _REPORT = 0.25, 5.0  # seconds between looks at what is under way and at 
 _SHORTEST = 0.25  # seconds in which no request is late
 
 
+class RefusedError(DataError):
+    """An endpoint that is well refuses a job: it is the job's fault."""
+
+
 @dataclass
 class Counts:
     """What a pool has seen: usable answers, failed requests, unusable answers, late requests, answers that came twice."""
@@ -61,6 +67,7 @@ class _Job(Generic[J, R]):
     failures: int = 0  # that count against it
     tries: int = 0  # failed requests, whoever's fault
     seen: int = -1  # answers of the pool at its last failure
+    refusals: dict[str, RefusedError] = field(default_factory=dict)  # by endpoint
 
 
 @dataclass(eq=False)
@@ -126,7 +133,7 @@ class Pool(Generic[J, R]):
             name: names it in errors.
 
         Raises:
-            FiresteelError: the pool has stopped.
+            FiresteelError: the pool has stopped. The future's is this error, too, or `RefusedError`.
         """
         if self.error is not None:
             raise self.error
@@ -149,7 +156,7 @@ class Pool(Generic[J, R]):
         """Stop: everyone who waits gets this error, and everyone who asks."""
         if self.error is None:
             self.error = error
-            for job in list(self._jobs):
+            for job in [j for j in self._jobs if not j.future.done()]:
                 job.future.set_exception(error)
                 job.future.exception()  # so that nobody need look at each
         self._queue.clear()
@@ -161,16 +168,13 @@ class Pool(Generic[J, R]):
 
     def _dispatch(self) -> None:
         self._kicked = False
+        for job in self._queue:
+            if self._refused_by_all(job) and not job.future.done():
+                job.future.set_exception(list(job.refusals.values())[-1])
         self._queue = [job for job in self._queue if not job.future.done()]
-        now, most = self._loop.time(), self.settings.concurrency
-        while self._queue:
-            free = [e for e in self._endpoints.values() if e.room(now, most)]
-            if not free:
-                return
-            # One that must prove itself goes first; else whoever is least busy.
-            endpoint = min(free, key=lambda e: (not e.failures, e.flying))
-            # Its trial is the job that failed least, so that one job that kills servers does not keep them down; of these, the one that can wait longest.
-            job = min(self._queue, key=lambda j: (j.tries, -j.order)) if endpoint.failures else self._queue[0]
+        now = self._loop.time()
+        while (chosen := self._choose(now)) is not None:
+            endpoint, job = chosen
             self._queue.remove(job)
             job.queued = False
             job.flying += 1
@@ -179,6 +183,23 @@ class Pool(Generic[J, R]):
             task = self._loop.create_task(self._request(flight))
             self._flights[task] = flight
             task.add_done_callback(self._ended)
+
+    def _choose(self, now: float) -> tuple[Endpoint, _Job[J, R]] | None:
+        """Who is given what next."""
+        # One that must prove itself goes first; else whoever is least busy.
+        free = [e for e in self._endpoints.values() if e.room(now, self.settings.concurrency)]
+        for endpoint in sorted(free, key=lambda e: (not e.failures, e.flying)):
+            todo = (job for job in self._queue if endpoint.url not in job.refusals)
+            # Its trial is the job that failed least, so that one job that kills servers does not keep them down; of these, the one that can wait longest.
+            job = min(todo, key=lambda j: (j.tries, -j.order), default=None) if endpoint.failures else next(todo, None)
+            if job is not None:
+                return endpoint, job
+        return None
+
+    def _refused_by_all(self, job: _Job[J, R]) -> bool:
+        """No endpoint that is well is left to ask. One that has failed is not waited for: it may never be back."""
+        well = [e.url for e in self._endpoints.values() if e.refused is None and not e.failures]
+        return bool(job.refusals and self._endpoints) and all(url in job.refusals for url in well)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._flights[task]
@@ -220,7 +241,11 @@ class Pool(Generic[J, R]):
         job.tries += 1
         text = _words(error, s.timeout)
         self._last_error = f"{endpoint.url}: {text}"
-        if isinstance(error, HiddenStateError | DataError):
+        if isinstance(error, RefusedError):
+            self._answered_at = now
+            endpoint.failures, endpoint.rest_until, endpoint.error = 0, 0.0, text
+            job.refusals[endpoint.url] = error
+        elif isinstance(error, HiddenStateError | DataError):
             self.counts.bad += 1
             self._verdicts.append(True)
             endpoint.answered_badly(now, started, text, s.backoff, s.backoff_max)

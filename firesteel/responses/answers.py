@@ -84,16 +84,21 @@ def append_answers(path: Path, answers: Iterable[Answered]) -> None:
     """
     text = "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers)
     try:
-        if path.is_file() and path.stat().st_size > 0:
-            with path.open("r+b") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)
+        cut_torn_line(path)
         with path.open("ab") as file:
             file.write(text.encode())
     except OSError as e:
         raise disk_error(e, path) from e
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line that a kill left without its end, so that the next one does not hang on to it."""
+    if path.is_file() and path.stat().st_size > 0:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def find_answers_file(setting: str) -> Path:

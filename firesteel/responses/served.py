@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from firesteel.endpoints.pool import Pool
+from firesteel.endpoints.pool import Pool, RefusedError
 from firesteel.endpoints.roster import Roster
 from firesteel.errors import DataError, RecipeError, TargetError
 from firesteel.recipe import Endpoints, Responders
@@ -26,6 +26,9 @@ T = TypeVar("T")
 Answers = Callable[[Ask], Awaitable[Answer]]
 _LOG = "look at the server's log"
 _AT_ONCE = 256  # conversations in memory, at least: enough for servers that come later
+_COMPLETIONS = "/v1/completions"
+_REFUSALS = (400, 413, 422)  # of a completion: this prompt is refused, mostly because it is too long, and others need not be
+SHORTER = "set prompts.max_tokens or responses.max_new_tokens lower, or start the servers with a larger --max-model-len"
 
 
 class Completions:
@@ -58,12 +61,13 @@ class Completions:
         """One answer.
 
         Raises:
-            RecipeError: the server will never answer as the recipe wants it (another model, a request that it refuses).
+            RecipeError: the server will never answer as the recipe wants it (another model, a wrong key).
+            RefusedError: it will never answer this prompt.
             DataError: an answer came that cannot be used.
             TargetError: the server cannot be reached, is busy or fails.
         """
         body = {"model": await self._model(endpoint), "prompt": ask.token_ids, **self._sampled(ask)}
-        said = await self._send(endpoint, "POST", "/v1/completions", body)
+        said = await self._send(endpoint, "POST", _COMPLETIONS, body)
         try:
             choice = said["choices"][0]
             reason, ids, stopped = choice["finish_reason"], choice.get("token_ids"), choice.get("stop_reason")
@@ -126,7 +130,10 @@ class Completions:
             raise TargetError(f"{endpoint} failed: {response.status_code} {_reason(response)}", mend=_LOG)
         if response.status_code >= 400:
             self._models.pop(endpoint, None)
-            raise RecipeError(f"{endpoint} refuses: {response.status_code} {_reason(response)}")
+            said = f"{endpoint} refuses: {response.status_code} {_reason(response)}"
+            if path == _COMPLETIONS and response.status_code in _REFUSALS:
+                raise RefusedError(said, mend=SHORTER)
+            raise RecipeError(said)
         try:
             return response.json()
         except ValueError:
@@ -144,7 +151,8 @@ def run_conversations(
         what: an answer's name, for errors.
 
     Raises:
-        FiresteelError: a budget of `responses.servers` is used up; the message has the last error.
+        FiresteelError: a budget of `responses.servers` is used up; the message has the last error. `RefusedError` is raised in `talk`, and
+            ends all only if it lets it pass.
     """
     asyncio.run(_run(jobs, talk, client, urls, what))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.evaluation.calibration import fit_temperatures, measure_calibration
 from firesteel.stages import extract
+from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
 from firesteel.stages.stream import held_samples
 from firesteel.stages.train import load_trained, make_job, take
@@ -24,7 +26,8 @@ _FILE = "calibration.json"
 
 def run(line: Line) -> Artifact:
     """Fit one temperature per drafted position; a drafter without a confidence head has none to fit."""
-    hidden, trained = line.input("hidden"), line.input("train")
+    hidden, trained = extract.open_hidden(line), line.input("train")
+    extract.check_input(trained, "hidden states", trained.manifest.inputs.get("hidden"), hidden.manifest.content, "train")
     settings = {"calibrate": line.recipe.calibrate.model_dump()}
     return line.stage(NAME, settings, {"hidden": hidden.manifest.content, "train": trained.manifest.content}, lambda w: _make(line, w, hidden, trained))
 
@@ -44,9 +47,10 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     job = make_job(line, writer.path, trained.config, trained.vocab, hidden, lambda values: None, tokens=1)
     job.drafter = trained.drafter.to(line.target.device)
     listed = take(extract.read_index(hidden, "validation"), settings.tokens)
-    # Every second document fits, the others judge: figures on the rounds that were fitted on would flatter.
+    # One half fits, the other judges: figures on the rounds that were fitted on would flatter.
+    fitted, judged = split_in_domains(listed)
     parts = []
-    for half in (listed[0::2], listed[1::2] or listed):
+    for half in (fitted, judged or fitted):
         keys = [d.key for d in half]
         job.held_out = held_out_batches(
             held_samples(line, hidden, job.source.store, keys), keys, job.source.layout, batch_tokens=line.recipe.train.batch_tokens
@@ -54,13 +58,25 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
         found = run_validation(job, keep_blocks=True)
         parts.append(_arrays(found))
     temperatures = fit_temperatures(*parts[0], bins=settings.bins)
-    measured_on = f"{len(listed[1::2])} validation documents that were not fitted on" if len(listed) > 1 else "the one validation document it was fitted on"
+    measured_on = f"{len(judged)} validation documents that were not fitted on" if judged else "the one validation document it was fitted on"
     measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=measured_on)
     _write(line, writer, {"temperatures": temperatures, "measured": measured.model_dump(mode="json")})
     scaled = [round(t, 2) for t in temperatures]
     errors = f"{_show(measured.ece_before)} -> {_show(measured.ece_after)}"
     line.screen.say(f"calibrate: temperatures {scaled}, ECE {errors}, AUC {_show(measured.auc_after)}")
     return {"temperatures": temperatures}
+
+
+def split_in_domains(listed: Sequence[Listed]) -> tuple[list[Listed], list[Listed]]:
+    """Two halves with the same domains: a domain's documents go to them in turn. Every second domain begins with the second half, so that
+    odd ones do not all make the first one larger."""
+    halves: tuple[list[Listed], list[Listed]] = [], []
+    turns: dict[str, int] = {}
+    for d in listed:
+        turn = turns.setdefault(d.domain, len(turns))
+        halves[turn % 2].append(d)
+        turns[d.domain] += 1
+    return halves
 
 
 def _write(line: Line, writer: ArtifactWriter, found: dict[str, Any] | None) -> None:

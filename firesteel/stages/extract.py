@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
-from firesteel.errors import DataError, HiddenStateError
+from firesteel.errors import ArtifactError, DataError, HiddenStateError
 from firesteel.hidden.sample import HiddenSample, check_sample, predictable_positions
 from firesteel.hidden.stores import DiskStore, HiddenStore, MemoryStore, predict_bytes
 from firesteel.kernels.linear import wants_half
@@ -44,15 +44,46 @@ class Listed:
 
 def run(line: Line) -> Artifact:
     """Capture the states of all documents; samples already there are kept after a kill."""
-    prompts, responses = line.input("prompts"), line.input("responses")
+    prompts, responses = _inputs(line)
     recipe = line.recipe
     settings = {
         "hidden": recipe.hidden.model_dump(include={"codec", "max_length", "store", "precision"}),
         "layer_ids": list(line.layer_ids),
-        "target": prompts_stage.target_settings(line),
+        "target": prompts_stage.target_identity(line),
     }
     inputs = {"prompts": prompts.manifest.content, "responses": responses.manifest.content}
     return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer))
+
+
+def open_hidden(line: Line) -> Artifact:
+    """The stage's artifact, if its states are those that the recipe names.
+
+    Raises:
+        ArtifactError: there is none, or they are another target's or of other layers.
+    """
+    found = line.input(NAME)
+    _check_target(line, found, "extract")
+    check_input(found, "target.layer_ids", found.manifest.about.get("layer_ids"), list(line.layer_ids), "extract")
+    return found
+
+
+def check_input(artifact: Artifact, what: str, made_of: object, wanted: object, verb: str) -> None:
+    """An earlier stage's artifact is of what this run has now; nothing is held against one that does not say what it is of.
+
+    Args:
+        what: in a word.
+        verb: makes it anew.
+
+    Raises:
+        ArtifactError: states both values.
+    """
+    if made_of is not None and made_of != wanted:
+        raise ArtifactError(f"{artifact.path} was made with {what} {_shown(made_of)}, now it is {_shown(wanted)}", mend=f"firesteel {verb} RECIPE")
+
+
+def _shown(value: object) -> object:
+    """Of a content hash the beginning is enough."""
+    return value[:12] if isinstance(value, str) and len(value) == 64 else value
 
 
 def read_index(artifact: Artifact, split: str) -> list[Listed]:
@@ -71,7 +102,28 @@ def open_store(line: Line, artifact: Artifact) -> HiddenStore:
 
 def documents_of(line: Line, split: str) -> list[Document]:
     """The documents of a split, as the stage makes them of prompts and answers."""
-    return _documents(line, prompts_stage.read_prompts(line.input("prompts"), split), respond.read_responses(line.input("responses"), split))
+    prompts, responses = _inputs(line)
+    return _documents(line, prompts_stage.read_prompts(prompts, split), respond.read_responses(responses, split))
+
+
+def _inputs(line: Line) -> tuple[Artifact, Artifact]:
+    """Prompts, and the target's answers to these.
+
+    Raises:
+        ArtifactError: one is missing, or the answers are another target's or to other prompts.
+    """
+    prompts, responses = line.input("prompts"), line.input("responses")
+    check_input(responses, "prompts", responses.manifest.inputs.get("prompts"), prompts.manifest.content, "respond")
+    _check_target(line, responses, "respond")
+    return prompts, responses
+
+
+def _check_target(line: Line, artifact: Artifact, verb: str) -> None:
+    """The weights count, not where they lie."""
+    said, spec = artifact.manifest.about.get("target") or {}, line.target.spec
+    if said.get("fingerprint") not in (None, spec.fingerprint):
+        made_of = f"{said.get('name')} (fingerprint {said['fingerprint']})"
+        check_input(artifact, "target", made_of, f"{spec.name} (fingerprint {spec.fingerprint})", verb)
 
 
 def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
@@ -100,7 +152,9 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     for split, rows in index.items():
         if not rows:
             raise DataError(f"no document of split {split} is left after the checks: {dict(bad)}", mend="look at the answers: firesteel respond RECIPE")
-    write_atomic(writer / "index.json", json.dumps(index))
+    # Later stages depend on the states. Where none are kept beside the index, the content must tell them apart.
+    states = {**writer.settings["hidden"], "layer_ids": list(line.layer_ids), "target": target.spec.fingerprint}
+    write_atomic(writer / "index.json", json.dumps(index if isinstance(store, DiskStore) else {**index, "states": states}))
     return {
         "target": target.spec.to_dict(),
         "layer_ids": list(line.layer_ids),

@@ -43,7 +43,9 @@ class Proof:
 
 def run(line: Line) -> Artifact:
     """Export and prove."""
-    hidden, trained, calibration = line.input("hidden"), line.input("train"), line.input("calibrate")
+    hidden, trained, calibration = extract.open_hidden(line), line.input("train"), line.input("calibrate")
+    extract.check_input(trained, "hidden states", trained.manifest.inputs.get("hidden"), hidden.manifest.content, "train")
+    extract.check_input(calibration, "the drafter", calibration.manifest.inputs.get("train"), trained.manifest.content, "calibrate")
     settings = {"package": line.recipe.package.model_dump(), "max_new_tokens": line.recipe.responses.max_new_tokens}
     inputs = {"hidden": hidden.manifest.content, "train": trained.manifest.content, "calibrate": calibration.manifest.content}
     return line.stage(NAME, settings, inputs, lambda writer: _make(line, writer, hidden, trained, calibration), loose=(CARD, DEPLOY))
@@ -133,8 +135,8 @@ def _prove(line: Line, runtime: Runtime, store: HiddenStore, keys: list[str], pr
         raise VerificationError(
             f"the exported drafter decodes with acceptance length {decoded:.3f}, validation promised {promised:.3f} on the same documents "
             f"(package.tolerance={recipe.package.tolerance})",
-            mend="training and serving disagree; nothing was packaged. With sampled answers or few prompts chance can do this: "
-            "raise package.proof_prompts or package.tolerance",
+            mend="training and serving disagree; nothing was packaged. With few prompts and rounded states (hidden.codec, hidden.precision) chance can "
+            "do this: raise package.proof_prompts or package.tolerance",
         )
     return Proof(len(keys), promised, decoded, rounds)
 

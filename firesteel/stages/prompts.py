@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
+from firesteel.artifact import Artifact, ArtifactWriter, hash_file, hash_json, write_atomic
 from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Prompt, prompt_from_row
 from firesteel.prompts.dedupe import dedupe
@@ -38,12 +38,23 @@ def run(line: Line) -> Artifact:
 
 def read_prompts(artifact: Artifact, split: str) -> list[Prompt]:
     """The prompts of a split, in order."""
-    return [prompt_from_row(json.loads(text)) for text in (artifact / f"{split}.jsonl").read_text().splitlines()]
+    # Not splitlines(): prompts may hold line separators such as U+2028, which JSON strings need not escape.
+    lines = (artifact / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
+    return [prompt_from_row(json.loads(text)) for text in lines if text]
 
 
 def target_settings(line: Line) -> dict[str, Any]:
-    """What of the target's settings changes its output; the device and threads do not."""
-    return line.recipe.target.model_dump(include={"model", "revision", "dtype", "chat_template"})
+    """What of the target's settings changes its output; the device and threads do not. Of a file with a template its content counts."""
+    settings = line.recipe.target.model_dump(include={"model", "revision", "dtype", "chat_template"})
+    template = line.recipe.target.chat_template
+    if template is not None and (file := Path(template).expanduser()).is_file():
+        settings["chat_template"] = hash_file(file)
+    return settings
+
+
+def target_identity(line: Line) -> dict[str, Any]:
+    """The settings, and what is in memory of them: other weights or another template may have been saved under the same name."""
+    return {**target_settings(line), "fingerprint": line.target.spec.fingerprint, "template": hash_json(line.target.tokenizer.chat_template)}
 
 
 def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:

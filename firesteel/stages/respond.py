@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from firesteel.artifact import Artifact, ArtifactWriter, hash_file, write_atomic
+from firesteel.endpoints.pool import RefusedError
 from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Message, Prompt
+from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
 from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
 from firesteel.responses.generate import Answer, Ask, Sampling
 from firesteel.responses.generator import Generator
-from firesteel.responses.served import Answers, Completions, run_conversations
+from firesteel.responses.served import SHORTER, Answers, Completions, run_conversations
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Bar, Line
 
 NAME = "responses"
 SPLITS = ("train", "validation")
 _WORK = "answers.jsonl"
+_REFUSED = "refused by the servers"
 
 
 @dataclass
@@ -47,7 +50,7 @@ def run(line: Line) -> Artifact:
     settings = {
         "responses": line.recipe.responses.model_dump(exclude={"batch_size", "answers", "engine", "servers"}),
         "seed": line.recipe.seed,
-        "target": prompts_stage.target_settings(line),
+        "target": prompts_stage.target_identity(line),
     }
     if line.recipe.responses.answers is not None:
         file = find_answers_file(line.recipe.responses.answers)
@@ -60,10 +63,10 @@ def read_responses(artifact: Artifact, split: str) -> list[Answered]:
     return list(read_answers(artifact / f"{split}.jsonl").values())
 
 
-def sampling_of(line: Line) -> Sampling:
-    """The recipe's sampling."""
+def sampling_of(line: Line, split: str) -> Sampling:
+    """The recipe's sampling for training; validation replays greedy decoding, so its answers are greedy whatever training's are."""
     r = line.recipe.responses
-    return Sampling(r.max_new_tokens, r.temperature, r.top_p, r.top_k, line.recipe.seed)
+    return Sampling(r.max_new_tokens, r.temperature, r.top_p, r.top_k, line.recipe.seed) if split == "train" else Sampling(r.max_new_tokens)
 
 
 def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, Any]:
@@ -71,28 +74,35 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     known = read_answers(writer / _WORK) if (writer / _WORK).is_file() else {}
     if recipe.answers is not None:
         known = {**read_answers(find_answers_file(recipe.answers)), **known}
-    fingerprint = line.target.spec.fingerprint
-    sampling = sampling_of(line)
-    said = {k: v for k, v in vars(sampling).items() if not (k == "seed" and sampling.temperature == 0)}
+    fingerprint, template = line.target.spec.fingerprint, prompts_stage.target_settings(line)["chat_template"]
+    identity = fingerprint if template is None else f"{fingerprint} {template}"
+    sampling = {split: sampling_of(line, split) for split in SPLITS}
     jobs: dict[str, list[_Job]] = {}
     for split in SPLITS:
         samples = recipe.samples if split == "train" else 1
-        jobs[split] = [_Job(p, s, answer_key(p, s, said, fingerprint)) for p in prompts_stage.read_prompts(prompts, split) for s in range(samples)]
+        said = {k: v for k, v in vars(sampling[split]).items() if not (k == "seed" and sampling[split].temperature == 0)}
+        jobs[split] = [_Job(p, s, answer_key(p, s, said, identity)) for p in prompts_stage.read_prompts(prompts, split) for s in range(samples)]
     # Validation promises what decoding must keep, token by token: its texts are those of the whole target.
     precisions = {split: recipe.precision if split == "train" else "float32" for split in SPLITS}
     missing = {s: [j for j in jobs[s] if (found := known.get(j.key)) is None or (found.half and precisions[s] == "float32")] for s in SPLITS}
     total, due = sum(map(len, jobs.values())), sum(map(len, missing.values()))
     if due < total:
         line.screen.say(f"responses: {total - due} of {total} answers are on file")
-    if due and recipe.engine == "endpoints":
-        _answer_served(line, missing["train"] + missing["validation"], sampling, known, writer / _WORK)
-    elif due:
+    dropped, refused = Dropped(), set[str]()
+    if due:
         with line.screen.bar("answering", sum(len(j.prompt.slots) for found in missing.values() for j in found)) as bar:
             for split in SPLITS:
-                _answer(line, missing[split], sampling, precisions[split], known, writer / _WORK, bar)
-    about: dict[str, Any] = {"target": line.target.spec.to_dict()}
+                if recipe.engine == "endpoints":
+                    refused |= _answer_served(line, missing[split], sampling[split], known, writer / _WORK, bar, dropped)
+                else:
+                    _answer(line, missing[split], sampling[split], precisions[split], known, writer / _WORK, bar)
+    for text in dropped.lines():
+        line.screen.warn(f"responses: dropped: {text}; {SHORTER}")
+    about: dict[str, Any] = {"target": line.target.spec.to_dict(), "dropped": dropped.to_dict()}
     for split in SPLITS:
-        answers = [known[j.key] for j in jobs[split]]
+        answers = [known[j.key] for j in jobs[split] if j.key not in refused]
+        if not answers:
+            raise DataError(f"no prompt of split {split} is answered; dropped: {'; '.join(dropped.lines())}", mend=SHORTER)
         write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers))
         about[split] = _summary(answers)
         line.screen.say(f"responses: {split}: {_sentence(about[split])}")
@@ -122,30 +132,39 @@ def _answer(line: Line, jobs: list[_Job], sampling: Sampling, precision: str, kn
         turn += 1
 
 
-def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path) -> None:
-    """The same from servers: each conversation goes on by itself."""
+def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path, bar: Bar, dropped: Dropped) -> set[str]:
+    """The same from servers: each conversation goes on by itself. One with a prompt that they refuse is dropped; returns the keys of these."""
     recipe, target, made = line.recipe, line.target, 0
+    refused: set[str] = set()
     urls = recipe.responses.servers.urls or recipe.target.endpoints
     if not urls:
         raise RecipeError("responses.engine=endpoints, but nobody is named to answer", mend="set responses.servers.urls=[http://HOST:PORT]")
-    with line.screen.bar("answering", sum(len(j.prompt.slots) for j in jobs)) as bar:
+    if not jobs:
+        return refused
 
-        async def talk(job: _Job, ask: Answers) -> None:
-            nonlocal made
-            while not job.finished:
-                ids = encode_prompt(target.tokenizer, job.prompt.history(job.messages), job.prompt.tools, where=job.prompt.where)
+    async def talk(job: _Job, ask: Answers) -> None:
+        nonlocal made
+        while not job.finished:
+            ids = encode_prompt(target.tokenizer, job.prompt.history(job.messages), job.prompt.tools, where=job.prompt.where)
+            try:
                 answer = await ask(Ask(f"{job.key}/{len(job.turns)}", ids))
-                job.turns.append(_turn(target.tokenizer, answer))
-                made += len(answer.token_ids)
-                bar.advance(1, f"{made} tokens")
-            answered = Answered(job.key, job.prompt.key, job.sample, job.turns)
-            append_answers(work, [answered])
-            known[job.key] = answered
+            except RefusedError as e:
+                refused.add(job.key)
+                dropped.add(_REFUSED, f"{job.prompt.where}: {e.message}")
+                bar.advance(len(job.prompt.slots) - len(job.turns))
+                return
+            job.turns.append(_turn(target.tokenizer, answer))
+            made += len(answer.token_ids)
+            bar.advance(1, f"{made} tokens")
+        answered = Answered(job.key, job.prompt.key, job.sample, job.turns)
+        append_answers(work, [answered])
+        known[job.key] = answered
 
-        def client() -> Completions:
-            return Completions(recipe.responses.servers, sampling, target.spec.eos_ids, target.spec.vocab_size)
+    def client() -> Completions:
+        return Completions(recipe.responses.servers, sampling, target.spec.eos_ids, target.spec.vocab_size)
 
-        run_conversations(jobs, talk, client, [u.rstrip("/") for u in urls], "answer")
+    run_conversations(jobs, talk, client, [u.rstrip("/") for u in urls], "answer")
+    return refused
 
 
 def _turn(tokenizer: Any, answer: Answer) -> AnsweredTurn:

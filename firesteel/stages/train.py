@@ -53,7 +53,7 @@ def run(line: Line) -> list[Artifact]:
                 f"train.context_ranks={line.world.context}: {algorithm} does not train on parts of a batch, only drafters of blocks do",
                 mend="set train.context_ranks=1",
             )
-    hidden = line.input("hidden")
+    hidden = extract.open_hidden(line)
     # Reading every sample takes as long as the disk does: once for all drafters, and only if one has a reduced vocabulary.
     counts = cache(lambda: line.world.tell(_counts(line, hidden) if line.world.first else torch.empty(0)))
     return [_run_one(line, hidden, a, counts) for a in algorithms(line)]

@@ -13,11 +13,13 @@ from firesteel.stages.line import Line
 
 
 class OpenAiFake:
-    """`POST /v1/completions` with token ids; every `fail_every`-th request gets status 500. `answered` counts the others."""
+    """`POST /v1/completions` with token ids; every `fail_every`-th request gets status 500, a prompt of more than `longest` tokens 400.
+    `answered` counts the others, `bodies` has what all of them asked."""
 
-    def __init__(self, line: Line, *, fail_every: int = 0, stop_after: int | None = None) -> None:
-        self.line, self.fail_every, self.stop_after = line, fail_every, stop_after
+    def __init__(self, line: Line, *, fail_every: int = 0, stop_after: int | None = None, longest: int | None = None) -> None:
+        self.line, self.fail_every, self.stop_after, self.longest = line, fail_every, stop_after, longest
         self.asked = self.answered = 0
+        self.bodies: list[dict[str, Any]] = []
         self._generator = Generator(line.target.model, 1, "float32")
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -58,6 +60,9 @@ class OpenAiFake:
         if body is None:
             return 200, {"data": [{"id": "tiny"}]}
         self.asked += 1
+        self.bodies.append(body)
+        if self.longest is not None and len(body["prompt"]) > self.longest:
+            return 400, {"error": {"message": f"This model's maximum context length is {self.longest} tokens"}}
         if (self.fail_every and self.asked % self.fail_every == 0) or (self.stop_after is not None and self.answered >= self.stop_after):
             return 500, {"error": {"message": "out of order"}}
         self.answered += 1

@@ -50,6 +50,17 @@ def test_rows_of_mixed_shape_are_used_or_counted(make_line: MakeLine, base_folde
     assert any("mixed.jsonl:13" in d["first"] for d in about["dropped"].values())
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_separator_of_lines_in_a_prompt_is_text(make_line: MakeLine, base_folder: Path, tmp_path: Path, separator: str) -> None:
+    path, text = write_prompts(tmp_path / "separated.jsonl", 10), f"w1 w9{separator}w33 w61"
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps({"prompt": text}, ensure_ascii=False) + "\n")
+    found = prompts.run(make_line(prompts=sources(path, base_folder)))
+    texts = [p.messages[0]["content"] for split in ("train", "validation") for p in prompts.read_prompts(found, split)]
+    assert len(texts) == 11
+    assert text in texts
+
+
 def test_no_supervised_token(make_line: MakeLine) -> None:
     """Documents cut so short that no answer token is left teach nothing."""
     line = make_line()

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from openai_fake import OpenAiFake
 
-from firesteel.errors import RecipeError, TargetError
-from firesteel.stages import prompts, respond
+from firesteel.errors import DataError, RecipeError, TargetError
+from firesteel.stages import extract, prompts, respond
 from firesteel.stages.line import Line
 
 MakeLine = Callable[..., Line]
 
 
-def served(make_line: MakeLine, name: str, urls: list[str], **more: Any) -> Line:
-    servers = {"urls": urls, "backoff": 0.01, "backoff_max": 0.02, "outage": 1.5, "retries": 20, "timeout": 5.0, **more}
-    line = make_line(responses={"engine": "endpoints", "servers": servers})
+def served(make_line: MakeLine, name: str, urls: list[str], **sampling: Any) -> Line:
+    servers = {"urls": urls, "backoff": 0.01, "backoff_max": 0.02, "outage": 1.5, "retries": 20, "timeout": 5.0}
+    line = make_line(responses={"engine": "endpoints", "servers": servers, **sampling})
     line.recipe.name = name
     prompts.run(line)
     return line
@@ -53,6 +53,45 @@ def test_an_interrupted_run_keeps_its_answers(make_line: MakeLine) -> None:
         assert kept == 20
         # Of a conversation that was under way all turns are asked for again.
         assert turns <= fake.answered < turns + 20
+
+
+def test_validation_is_asked_for_greedily_where_training_is_sampled(make_line: MakeLine) -> None:
+    local = make_line()
+    with OpenAiFake(local) as fake:
+        found = respond.run(served(make_line, "sampled", [fake.url], temperature=0.8, top_p=0.9, samples=2))
+        turns = {split: sum(len(a.turns) for a in respond.read_responses(found, split)) for split in respond.SPLITS}
+        greedy = [b for b in fake.bodies if b["temperature"] == 0]
+        assert len(greedy) == turns["validation"]
+        assert all(b["top_p"] == 1 and "seed" not in b for b in greedy)
+        assert [b["temperature"] for b in fake.bodies if b["temperature"] > 0] == [0.8] * turns["train"]
+
+
+def test_prompts_that_the_servers_refuse_are_dropped_and_counted(make_line: MakeLine) -> None:
+    """Here the second turns, which hold the first ones, are too long; all others are answered."""
+    local = make_line()
+    prompts.run(local)
+    wanted = respond.run(local)
+    with OpenAiFake(local, longest=14) as fake:
+        line = served(make_line, "short", [fake.url])
+        found = respond.run(line)
+    for split in respond.SPLITS:
+        assert respond.read_responses(found, split) == [a for a in respond.read_responses(wanted, split) if len(a.turns) == 1]
+    long = [p for split in respond.SPLITS for p in prompts.read_prompts(line.input("prompts"), split) if len(p.slots) > 1]
+    dropped = found.manifest.about["dropped"]["refused by the servers"]
+    assert dropped["count"] == len(long) > 0
+    where, said = dropped["first"].split(": ", 1)
+    assert where in {p.where for p in long}
+    assert "refuses: 400 This model's maximum context length is 14 tokens" in said
+    assert any(text.startswith("warning: responses: dropped: ") and "--max-model-len" in text for text in line.screen.lines)
+    extract.run(line)
+
+
+def test_servers_that_refuse_everything_are_quoted(make_line: MakeLine) -> None:
+    local = make_line()
+    with OpenAiFake(local, longest=1) as fake:
+        line = served(make_line, "refused", [fake.url])
+        with pytest.raises(DataError, match=r"no prompt of split train is answered.*jsonl:\d+: http.*maximum context length is 1 (.|\n)*prompts\.max_tokens"):
+            respond.run(line)
 
 
 def test_nobody_to_ask_is_said(make_line: MakeLine) -> None:

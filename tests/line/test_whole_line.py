@@ -85,9 +85,24 @@ def test_answers_are_the_targets_own(make_line: MakeLine) -> None:
         {"drafter": {"algorithm": "eagle3", "init": "target", "eagle": {"norm_output": True}}, "evaluate": {"temperatures": [0.0, 1.0]}},
         {"drafter": {"algorithm": "eagle3", "draft_vocab_size": 40, "num_layers": 2, "eagle": {"layer_style": "qwen3"}}},
         {"drafter": {"algorithm": "peagle"}, "evaluate": {"compare": ["eagle3", "dspark"]}},
-        {"responses": {"temperature": 1.0, "samples": 2}, "package": {"tolerance": 5.0}, "loss": {"ce": 0.1, "tv": 0.9}},
+        {"target": {"dtype": "bfloat16"}, "drafter": {"draft_vocab_size": 40, "init": "target"}, "evaluate": {"compare": ["eagle3", "peagle"]}},
+        {"target": {"dtype": "bfloat16"}, "hidden": {"codec": "bf16"}, "drafter": {"algorithm": "dflash2"}},
+        # Exact states: so few drafts are accepted here that one lost to rounding would be a large share.
+        {"responses": {"temperature": 1.0, "samples": 2}, "hidden": {"precision": "float32"}, "loss": {"ce": 0.1, "tv": 0.9}},
     ],
-    ids=["dflash", "gated-sliding", "rnn-fill-in", "reduced-mixed-fp8", "memory-muon-dpace", "eagle3", "eagle3-reduced", "peagle-beside-others", "sampled"],
+    ids=[
+        "dflash",
+        "gated-sliding",
+        "rnn-fill-in",
+        "reduced-mixed-fp8",
+        "memory-muon-dpace",
+        "eagle3",
+        "eagle3-reduced",
+        "peagle-beside-others",
+        "half-target",
+        "half-target-dflash2",
+        "sampled",
+    ],
 )
 def test_variants_walk_the_line(make_line: MakeLine, sections: dict[str, dict[str, object]]) -> None:
     line = make_line(**sections)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from firesteel.endpoints.pool import RefusedError
 from firesteel.errors import DataError, FiresteelError, RecipeError, TargetError
 from firesteel.recipe import Responders
 from firesteel.responses.generate import Answer, Ask, Sampling
@@ -135,12 +136,28 @@ def test_what_goes_wrong_once_is_asked_again(name: str) -> None:
         (GARBAGE["aborted"], DataError, "abort"),
         (completion(None), RecipeError, "return_token_ids"),
         (httpx.Response(404, json={"error": {"message": "no such model"}}), RecipeError, "no such model"),
-        (httpx.Response(400, json={"message": "maximum context length is 64"}), RecipeError, "context length is 64"),
+        (httpx.Response(401, json={"error": {"message": "who are you"}}), RecipeError, "who are you"),
+        (httpx.Response(400, json={"message": "maximum context length is 64"}), RefusedError, "context length is 64(.|\n)*--max-model-len"),
+        (httpx.Response(413, text="too large"), RefusedError, "413 too large"),
+        (httpx.Response(422, text="no"), RefusedError, "422 no"),
     ],
 )
 def test_what_goes_wrong_for_ever_stops_with_the_last_error(reply: Any, kind: type[FiresteelError], words: str) -> None:
     with pytest.raises(kind, match=words):
         ask_all(Fake(lambda n, body: reply), 6, timeout=0.3, outage=0.6)
+
+
+class Short(Fake):
+    """Server `one` refuses every prompt but the first job's."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host == "one" and request.method == "POST" and json.loads(request.content)["prompt"] != [1, 3]:
+            return httpx.Response(400, json={"message": "too long"})
+        return await super().__call__(request)
+
+
+def test_a_prompt_that_one_server_refuses_is_answered_by_the_other() -> None:
+    assert ask_all(Short(lambda n, body: completion([9, 2])), 12) == [Answer([9, 2], "stop")] * 12
 
 
 def test_a_wrong_model_is_named_with_what_is_there() -> None:

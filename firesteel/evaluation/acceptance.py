@@ -63,6 +63,11 @@ def select(requests: Iterable[RequestRecord], *, drafter: str, temperature: floa
     return [r for r in requests if r.drafter == drafter and r.temperature == temperature]
 
 
+def select_greedy(requests: Sequence[RequestRecord], *, drafter: str, otherwise: float) -> list[RequestRecord]:
+    """The greedy requests of one drafter; where it answered none greedily, those at temperature `otherwise`."""
+    return select(requests, drafter=drafter, temperature=0.0) or select(requests, drafter=drafter, temperature=otherwise)
+
+
 def finish_reasons(requests: Iterable[RequestRecord]) -> dict[str, int]:
     """How many answers ended for which reason."""
     return dict(sorted(Counter(r.finish_reason for r in requests).items()))
@@ -89,7 +94,7 @@ def position_rates(requests: Iterable[RequestRecord]) -> Positions:
 def compare_drafters(first: Sequence[RequestRecord], second: Sequence[RequestRecord], *, resamples: int, seed: int) -> Comparison | None:
     """Ratio of pooled acceptance lengths on the prompts that both answered, interval by resampling those prompts.
 
-    Each side holds requests of one drafter. Prompts are matched by domain and id; several answers to a prompt are summed.
+    Each side holds requests of one drafter. Prompts are matched by domain and content (without it by id); several answers to a prompt are summed.
     `unpaired` counts the prompts that only one side answered: they are left out.
 
     Returns:
@@ -124,8 +129,8 @@ def _sums_by_prompt(requests: Iterable[RequestRecord]) -> dict[PromptKey, tuple[
     sums: dict[PromptKey, tuple[int, int]] = {}
     for r in requests:
         if r.rounds:
-            accepted, rounds = sums.get((r.domain, r.prompt_id), (0, 0))
-            sums[r.domain, r.prompt_id] = accepted + r.accepted, rounds + len(r.rounds)
+            accepted, rounds = sums.get(r.prompt, (0, 0))
+            sums[r.prompt] = accepted + r.accepted, rounds + len(r.rounds)
     return sums
 
 

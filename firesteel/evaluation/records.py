@@ -52,11 +52,13 @@ class RequestRecord:
     """One answered prompt.
 
     Attributes:
+        prompt_id: for people; unique only within a source of prompts.
         drafter: `dspark`, `dflash` ...
         temperature: of sampling; 0 is greedy.
         new_tokens: tokens of the answer, the first one included.
         finish_reason: why it ended, e.g. `stop` (end-of-sequence token) or `length` (token limit).
         rounds: in order.
+        prompt_key: content hash of the prompt, `/2` ... behind it for later turns; empty where whoever made the record has none.
     """
 
     domain: str
@@ -66,10 +68,16 @@ class RequestRecord:
     new_tokens: int
     finish_reason: str
     rounds: list[RoundRecord]
+    prompt_key: str = ""
 
     @property
     def accepted(self) -> int:
         return sum(r.accepted for r in self.rounds)
+
+    @property
+    def prompt(self) -> tuple[str, str]:
+        """What records of the same prompt share."""
+        return self.domain, self.prompt_key or self.prompt_id
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class SpeedRecord:
     """One timed answer.
 
     Attributes:
+        prompt_id, prompt_key: as of `RequestRecord`.
         arm: `plain` (no drafter) or the drafter's name.
         repeat: number of the repetition, from 0.
         draft_length: tokens drafted per round; 0 in the plain arm.
@@ -93,6 +102,12 @@ class SpeedRecord:
     new_tokens: int
     seconds_prefill: float
     seconds_decode: float
+    prompt_key: str = ""
+
+    @property
+    def prompt(self) -> tuple[str, str]:
+        """What records of the same prompt share."""
+        return self.domain, self.prompt_key or self.prompt_id
 
     def __post_init__(self) -> None:
         if self.new_tokens < 0 or self.seconds_prefill < 0 or self.seconds_decode < 0:

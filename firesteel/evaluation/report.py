@@ -17,6 +17,7 @@ from firesteel.evaluation.records import RequestRecord, SpeedRecord
 from firesteel.evaluation.schema import (
     SCHEMA_VERSION,
     AcceptanceLength,
+    Agreement,
     Calibration,
     Comparison,
     Cost,
@@ -38,6 +39,7 @@ def build_report(
     requests: Sequence[RequestRecord],
     speeds: Sequence[SpeedRecord],
     draft_lengths: Mapping[str, int],
+    agreement: Agreement | None,
     costs: Sequence[Cost],
     calibration: Calibration | None,
     thresholds: Sequence[float],
@@ -58,6 +60,7 @@ def build_report(
         speeds: timed answers; empty where speed was not measured.
         draft_lengths: by drafter, the draft length of its headline speed-up, chosen otherwise than from these timings; a drafter without one has no
             headline speed-up.
+        agreement: how many of the timed answers differ from plain ones; None where none were timed.
         costs: milliseconds per verification length.
         calibration: of the headline drafter; None without a confidence head.
         thresholds: of the confidence sweep.
@@ -88,6 +91,7 @@ def build_report(
         run=run,
         acceptance_length=blocks[run.drafter].acceptance_length,
         speedup=blocks[run.drafter].speedup,
+        agreement=agreement,
         finish_reasons=finish_reasons(head),
         domains={name: _domain(name, at_head, speeds, draft_lengths, run) for name in by_domain(head)},
         positions=blocks[run.drafter].positions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Interval = tuple[float, float]
 
 
@@ -59,6 +59,13 @@ class Speed(Part):
     interval: Interval | None
     pooled_with_prefill: float
     interval_with_prefill: Interval | None
+
+
+class Agreement(Part):
+    """Greedy drafted answers that were compared with plain ones to the same prompts, and how many of them differ."""
+
+    compared: int
+    differing: int
 
 
 class Domain(Part):
@@ -237,6 +244,7 @@ class Report(Part):
     run: Run
     acceptance_length: AcceptanceLength | None
     speedup: Speed | None
+    agreement: Agreement | None
     finish_reasons: dict[str, int]
     domains: dict[str, Domain]
     positions: Positions

@@ -86,8 +86,7 @@ def _sums_by_prompt(records: Iterable[SpeedRecord]) -> dict[tuple[str, str], NDA
     sums: dict[tuple[str, str], NDArray[np.float64]] = {}
     for r in records:
         row = np.array([r.seconds_decode, max(r.new_tokens - 1, 0), r.seconds_prefill + r.seconds_decode, r.new_tokens], dtype=np.float64)
-        key = (r.domain, r.prompt_id)
-        sums[key] = sums[key] + row if key in sums else row
+        sums[r.prompt] = sums[r.prompt] + row if r.prompt in sums else row
     return sums
 
 

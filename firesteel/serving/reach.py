@@ -43,6 +43,8 @@ def reach(name: str, url: str, model: str | None, api_key: str | None) -> Reache
     except httpx.HTTPStatusError as e:
         keys = "set bench.api_key_variable" if e.response.status_code in (401, 403) else "give the address of an OpenAI-compatible server"
         raise TargetError(f"server {name} answers {base}/v1/models with {e.response.status_code}: {e.response.text[:200]}", mend=keys) from None
+    except httpx.InvalidURL as e:
+        raise RecipeError(f"bench.servers: {name} is at {url!r}, which is no address: {e}", mend=f"--server {name}=http://127.0.0.1:8000") from None
     except httpx.HTTPError as e:
         raise TargetError(f"server {name} cannot be reached at {base}: {e}", mend=f"start it, or --server {name}=ITS_ADDRESS (bench.servers)") from None
     except (ValueError, KeyError, TypeError):

@@ -17,12 +17,13 @@ _ASKED, _HIT = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Scrape:
-    """Counters at one moment; None where the page has none."""
+    """Counters at one moment; None where the page has none. `read`: there was a page."""
 
     counters: Counters | None
     generated: float | None
     cache_asked: float | None
     cache_hit: float | None
+    read: bool = True
 
 
 def parse_metrics(text: str) -> Scrape:
@@ -35,17 +36,19 @@ def scrape(url: str, headers: dict[str, str], timeout: float) -> Scrape:
     try:
         answer = httpx.get(f"{url}/metrics", headers=headers, timeout=timeout, trust_env=False)
         answer.raise_for_status()
-    except httpx.HTTPError:
-        return Scrape(None, None, None, None)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return Scrape(None, None, None, None, read=False)
     return parse_metrics(answer.text)
 
 
 def between(before: Scrape, after: Scrape, server: str) -> Served:
-    """What was counted in between.
+    """What was counted in between; nothing is known where one of the two pages could not be read.
 
     Raises:
         VerificationError: a counter fell: the server was started anew meanwhile.
     """
+    if not (before.read and after.read):
+        return Served(drafting=None, tokens=None, cached_share=None)
     asked, hit = _rise(before.cache_asked, after.cache_asked), _rise(before.cache_hit, after.cache_hit)
     generated = _rise(before.generated, after.generated)
     drafting = None

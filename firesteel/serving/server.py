@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from firesteel.errors import ResourceError, TargetError
 from firesteel.serving.api import build_app
 from firesteel.serving.service import Service
+from firesteel.target.server import local_url
 
 try:
     import uvicorn
@@ -34,30 +37,32 @@ class Server:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.host = host
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.host, self.port = host, port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            _refuse_taken(family, host, port)
             self._socket.bind((host, port))  # it listens later: until then clients are turned away and do not wait
         except OSError as e:
             self._socket.close()
-            raise TargetError(
-                f"{host}:{port} cannot be listened at: {e}", mend="set serve.port to a free port, serve.host to an address of this machine"
-            ) from e
-        self.port: int = self._socket.getsockname()[1]
+            raise self._refused(e) from e
+        self.port = self._socket.getsockname()[1]
         self._inner: _Uvicorn | None = None
         self._up = threading.Event()
 
     @property
     def url(self) -> str:
         """For a client on the same machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return local_url(self.host, self.port)
 
     def run(self, service: Service) -> None:
         """Serve until SIGTERM, Ctrl-C or `stop`; then finish what runs. A second signal ends at once.
 
         Signals are heard in the main thread only.
+
+        Raises:
+            TargetError: another server has begun to listen at the port meanwhile.
         """
         asyncio.run(self._run(service))
 
@@ -79,6 +84,11 @@ class Server:
         """Give the port back where nothing was run."""
         self._socket.close()
 
+    def _refused(self, why: OSError) -> TargetError:
+        return TargetError(
+            f"{self.host}:{self.port} cannot be listened at: {why}", mend="set serve.port to a free port, serve.host to an address of this machine"
+        )
+
     async def _run(self, service: Service) -> None:
         aio = asyncio.get_running_loop()
         config = uvicorn.Config(
@@ -96,6 +106,10 @@ class Server:
         service.thread.start(aio)
         try:
             await inner.serve(sockets=[self._socket])
+        except OSError as e:
+            if self._up.is_set():
+                raise
+            raise self._refused(e) from e
         finally:
             self._inner = None
             # It ends after the step that runs; answers that are still open are given back to the caches.
@@ -133,3 +147,31 @@ class _Uvicorn(uvicorn.Server):
             await self._drain()
         finally:
             self.should_exit = True
+
+
+def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
+    """Find a server that has taken the port and does not listen yet: beside its socket the system lets another one be bound, and only one can listen.
+
+    Raises:
+        OSError: there is one.
+    """
+    with socket.socket(family) as probe:  # without SO_REUSEADDR
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            # Connections of an earlier server, which are no obstacle, are in the system's list; a socket that was only bound is not.
+            if e.errno == errno.EADDRINUSE and not _listed(port):
+                raise
+
+
+def _listed(port: int) -> bool:
+    """Whether some connection or listening socket of this machine has the port (True where the system does not tell)."""
+    found = False
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        try:
+            rows = table.read_text().splitlines()[1:]
+        except OSError:
+            found = found or table.name == "tcp"
+            continue
+        found = found or any(int(row.split()[1].rpartition(":")[2], 16) == port for row in rows)
+    return found

@@ -15,6 +15,7 @@ from firesteel.errors import FiresteelError, RecipeError
 from firesteel.hidden.window import watermarks
 from firesteel.package.keys import check_tensors, drafter_keys
 from firesteel.package.load import LoadedDraft
+from firesteel.stages.extra import read_extra
 from firesteel.stages.line import Line
 from firesteel.stages.warm import warm_source
 from firesteel.target.mask import pick_mask_token
@@ -51,7 +52,7 @@ def configure(line: Line, algorithm: str) -> tuple[DraftConfig, LoadedDraft | No
 
 
 def preflight(line: Line) -> dict[str, int]:
-    """Build and start every drafter without memory, so that what cannot be is refused before hours of answers, states and training.
+    """Build and start every drafter without memory and read `evaluate.extra`, so that what cannot be is refused before hours of answers, states and training.
 
     Returns:
         trainable parameters by algorithm.
@@ -60,6 +61,8 @@ def preflight(line: Line) -> dict[str, int]:
         FiresteelError: of the kind that the stage would meet that needs the setting; of a compared drafter it says so.
     """
     recipe, counts = line.recipe, {}
+    for extra in recipe.evaluate.extra:
+        read_extra(extra)
     if recipe.hidden.store == "stream":
         watermarks(recipe.hidden.feed, recipe.train.accumulate * recipe.train.batch_tokens)
     for name in algorithms(line):

@@ -11,12 +11,14 @@ from firesteel.decoding.batched.sessions import SessionDrafter, SessionTarget
 from firesteel.decoding.policies import FixedLength, LengthPolicy, StaticThreshold
 from firesteel.drafters.paged import PagedBlockDrafter, runs_paged
 from firesteel.drafters.rows import BatchDrafter
-from firesteel.errors import RecipeError, TargetError
+from firesteel.errors import FiresteelError, RecipeError, TargetError
 from firesteel.kernels.linear import has_fast_half
+from firesteel.kernels.memory import holds_again
 from firesteel.kernels.paged import BLOCK
 from firesteel.stages.line import Line
-from firesteel.stages.runtime import FullVocabulary, Parts, package_parts
+from firesteel.stages.runtime import Parts, package_parts
 from firesteel.stages.schedule import batch_scheduler
+from firesteel.target.lean import UNFIT, lean_refusal
 from firesteel.target.paged import PagedTarget, block_bytes
 from firesteel.target.session import TargetSession
 
@@ -68,9 +70,11 @@ def _target(line: Line, parts: Parts | None, length: int, blocks: int, spare: in
     layer_ids = () if parts is None else parts.config.layer_ids
     model = line.target.model
     try:
+        if lean_refusal(model, length) is None and not holds_again(model.parameters()):
+            raise TargetError("this target cannot run batched: its packed weights would not fit into memory beside it")
         return PagedTarget(model, layer_ids, max_length=length, blocks=blocks, spare=spare)
-    except TargetError as e:
-        line.screen.say(f"serve: requests take turns, a batch gains nothing ({e.message})")
+    except UNFIT as e:
+        line.screen.say(f"serve: requests take turns, a batch gains nothing ({e.message if isinstance(e, FiresteelError) else e})")
         first = TargetSession(model, layer_ids or line.layer_ids, max_length=length)
         return SessionTarget(first.fork)
 
@@ -88,7 +92,7 @@ def _drafter(parts: Parts, target: BatchTarget, length: int, blocks: int) -> Bat
             confidence_temperatures=parts.temperatures,
             half=has_fast_half(),
         )
-    return SessionDrafter(FullVocabulary(parts.session(length)).fork, parts.config.num_drafts)
+    return SessionDrafter(parts.full_session(length).fork, parts.config.num_drafts)
 
 
 def _draft_tokens(line: Line, parts: Parts) -> int:
@@ -105,6 +109,11 @@ def _policy(line: Line, engine: Engine, parts: Parts | None) -> LengthPolicy:
     if parts is None or settings.policy == "fixed":
         return FixedLength(engine.draft_tokens)
     if settings.policy == "threshold":
+        if not parts.config.confidence_head:
+            raise RecipeError(
+                f"serve.policy=threshold needs a drafter with a confidence head, which this one ({parts.config.algorithm}) has not",
+                mend="use another policy, or train with drafter.confidence_head=true",
+            )
         return StaticThreshold(settings.threshold)
     return batch_scheduler(line, engine, parts, asynchronous=settings.policy == "asynchronous")
 

@@ -22,23 +22,26 @@ from firesteel.artifact import Artifact, ArtifactWriter, package_versions, write
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
 from firesteel.decoding.lengths import StepCosts, best_length, measure_costs
-from firesteel.evaluation.acceptance import position_rates
+from firesteel.errors import DataError, TemplateError
+from firesteel.evaluation.acceptance import position_rates, select_greedy
 from firesteel.evaluation.html import write_report
 from firesteel.evaluation.machine import machine_facts, usable_cores
 from firesteel.evaluation.records import PLAIN, RequestRecord, RoundRecord, SpeedRecord, request_from_json, speed_from_json
 from firesteel.evaluation.report import build_report, headline, model_card_numbers, read_report
-from firesteel.evaluation.schema import Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
+from firesteel.evaluation.schema import SCHEMA_VERSION, Agreement, Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
 from firesteel.prompts.conversation import Prompt
-from firesteel.prompts.sources import load_file
+from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.responses.answers import cut_torn_line
 from firesteel.stages import package as package_stage
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import train as train_stage
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.configure import algorithms
+from firesteel.stages.extra import hash_extra, read_extra
 from firesteel.stages.line import Line
 from firesteel.stages.prompts import spread
-from firesteel.stages.runtime import Runtime, open_package, open_trained
+from firesteel.stages.runtime import Runtime, open_package, open_trained, session_length
 from firesteel.training.metrics import METRICS, read_metrics
 
 NAME = "evaluate"
@@ -53,7 +56,13 @@ def run(line: Line) -> Artifact:
     others = {name: line.input(train_stage.artifact_name(line, name)) for name in algorithms(line)[1:]}
     inputs = {"package": package.manifest.content, "calibrate": calibration.manifest.content, "prompts": prompts.manifest.content}
     inputs |= {name: artifact.manifest.content for name, artifact in others.items()}
-    settings = {"evaluate": line.recipe.evaluate.model_dump(), "seed": line.recipe.seed, "target": prompts_stage.target_settings(line)}
+    settings = {
+        "evaluate": line.recipe.evaluate.model_dump(),
+        "extra": hash_extra(line.recipe.evaluate.extra),
+        "report": SCHEMA_VERSION,
+        "seed": line.recipe.seed,
+        "target": prompts_stage.target_settings(line),
+    }
     artifact = line.stage(NAME, settings, inputs, lambda writer: _Evaluation(line, writer).run(package, calibration, prompts))
     if line.world.first:
         for name in ("report.json", "report.html"):
@@ -75,23 +84,30 @@ class _Evaluation:
         self.line, self.writer, self.settings = line, writer, line.recipe.evaluate
         self.eos = line.target.spec.eos_ids
         self.started = time.time()
+        self.left_out: dict[tuple[str, str], tuple[str, str]] = {}  # by part and prompt: why, and where the prompt comes from
 
     def run(self, package: Artifact, calibration: Artifact, prompts: Artifact) -> dict[str, Any]:
         line = self.line
         name = line.recipe.drafter.algorithm
+        sets = {s.name: read_extra(s) for s in self.settings.extra}
         runtime = open_package(line, package.path)
         runtimes = {name: runtime} | {other: open_trained(line, other) for other in algorithms(line)[1:]}
         chosen = _per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
         requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
         extra = {
-            s.name: [
-                r
-                for drafter, own in runtimes.items()
-                for r in self._answers(own, drafter, _extra_prompts(s.path, s.limit), self.settings.temperatures[0], s.name)
-            ]
-            for s in self.settings.extra
+            part: [r for drafter, own in runtimes.items() for r in self._answers(own, drafter, loaded.prompts, self.settings.temperatures[0], part)]
+            for part, loaded in sets.items()
         }
-        about = self._report(name, package, calibration, runtimes, chosen, requests, extra) if line.world.first else {}
+        dropped = Dropped()
+        for why, where in self.left_out.values():
+            dropped.add(why, where)
+        for loaded in sets.values():
+            dropped.merge(loaded.dropped)
+        for text in dropped.lines():
+            line.screen.say(f"evaluate: left out: {text}")
+        if not requests:
+            raise DataError(f"no held-out prompt can be answered; left out: {'; '.join(dropped.lines())}", mend="lower evaluate.max_new_tokens")
+        about = self._report(name, package, calibration, runtimes, chosen, requests, extra, dropped) if line.world.first else {}
         return line.world.tell(about)
 
     def _report(
@@ -103,22 +119,31 @@ class _Evaluation:
         chosen: Sequence[Prompt],
         requests: Sequence[RequestRecord],
         extra: dict[str, list[RequestRecord]],
+        dropped: Dropped,
     ) -> dict[str, Any]:
         """The first process's work, while the others wait and leave it the machine: speed, and everything written down."""
         line = self.line
+        answered = {r.prompt_key for r in requests}
+        chosen = [p for p in chosen if p.key in answered]
         gather_requests(self.writer.path)
         if line.world.size > 1:  # torchrun gives a process one thread; from here on the machine is this one's
             torch.set_num_threads(line.recipe.target.threads or usable_cores())
         # Each drafter at the length that pays best for it: a chain's drafts cost more the more there are, a block's do not.
         timed = runtimes if self.settings.speed_prompts else {}
-        measured = {n: self._costs(r, n, [q for q in requests if q.drafter == n], chosen) for n, r in timed.items()}
+        # Speed is measured greedily, and warm answers accept less.
+        greedy = {n: select_greedy(requests, drafter=n, otherwise=self.settings.temperatures[0]) for n in timed}
+        measured = {n: self._costs(r, n, greedy[n], chosen) for n, r in timed.items()}
         lengths = {n: tokens for n, (_, tokens) in measured.items()}
-        speeds = self._speeds(runtimes, chosen, lengths) if lengths else []
+        speeds: list[SpeedRecord] = []
+        agreement: Agreement | None = None
+        if lengths:
+            speeds, agreement = self._speeds(runtimes, chosen, lengths)
         report = build_report(
             run=self._facts(name),
             requests=requests,
             speeds=speeds,
             draft_lengths=lengths,
+            agreement=agreement,
             costs=measured[name][0] if measured else [],
             calibration=_calibration(calibration),
             thresholds=self.settings.confidence_thresholds,
@@ -128,11 +153,11 @@ class _Evaluation:
             file_bytes={name: (package / "model.safetensors").stat().st_size},
             seconds_total=sum(self._stage_seconds().values()),
             stage_seconds=self._stage_seconds(),
-            notes=_notes(line),
+            notes=_notes(line, agreement, dropped),
         )
         write_report(report, self.writer.path)
         al, speedup = report["acceptance_length"], report["speedup"]
-        return {"acceptance_length": al and al["pooled"], "speedup": speedup and speedup["pooled"]}
+        return {"acceptance_length": al and al["pooled"], "speedup": speedup and speedup["pooled"], "dropped": dropped.to_dict()}
 
     def _answers(self, runtime: Runtime, drafter: str, prompts: Sequence[Prompt], temperature: float, part: str) -> list[RequestRecord]:
         """One record per answer due, dealt out to all processes; what a killed evaluation measured is kept."""
@@ -141,32 +166,54 @@ class _Evaluation:
         done: dict[tuple[str, ...], RequestRecord] = {}
         for row in (row for file in _request_files(folder) for row in read_metrics(file)):
             record = request_from_json(row["record"])
-            done[row["part"], record.drafter, str(record.temperature), record.prompt_id] = record
+            done[row["part"], record.drafter, str(record.temperature), record.prompt_key] = record
         world.wait()  # nobody appends to what others still read
-        answered: list[list[RequestRecord]] = []
+        cut_torn_line(path)
+        answered: list[tuple[list[RequestRecord], str | None]] = []  # of each prompt, and why its answers end before the last that is due
         label = f"{drafter} at temperature {temperature:g}" + (f" on {part}" if part else "")
         mine = prompts[world.rank :: world.size]
         with self.line.screen.bar(label, sum(len(p.slots) for p in mine)) as bar, path.open("a") as file:
             for prompt in mine:
-                ids = [f"{prompt.id}" if n == 0 else f"{prompt.id}/{n + 1}" for n in range(len(prompt.slots))]
-                known = [done.get((part, drafter, str(temperature), i)) for i in ids]
+                due = len(prompt.slots)
+                known = [done.get((part, drafter, str(temperature), _of_turn(prompt.key, n))) for n in range(due)]
                 if all(known):
-                    answered.append([k for k in known if k is not None])
-                    bar.advance(len(ids))
+                    answered.append(([k for k in known if k is not None], None))
+                    bar.advance(due)
                     continue
-                answered.append([])
+                records: list[RequestRecord] = []
                 turns: list[AnsweredTurn] = []
-                for n, request_id in enumerate(ids):
-                    prompt_ids = encode_prompt(self.line.target.tokenizer, prompt.history([t.message() for t in turns]), prompt.tools, where=prompt.where)
+                why: str | None = None
+                for n in range(due):
+                    prompt_ids = self._encode(runtime, prompt, turns)
+                    if isinstance(prompt_ids, str):
+                        why = prompt_ids
+                        bar.advance(due - n)
+                        break
                     generator = seeded(self.line.recipe.seed, int(prompt.key[:12], 16), n)
                     found = self._speculative(runtime, prompt_ids, runtime.num_drafts, temperature, generator)
                     turns.append(AnsweredTurn(found.tokens, answer_text(self.line.target.tokenizer, found.tokens, found.finish_reason), found.finish_reason))  # type: ignore[arg-type]
-                    record = _record(prompt, request_id, drafter, temperature, found)
-                    answered[-1].append(record)
-                    file.write(json.dumps({"step": 0, "part": part, "record": asdict(record)}) + "\n")
+                    records.append(_record(prompt, n, drafter, temperature, found))
+                    file.write(json.dumps({"step": 0, "part": part, "record": asdict(records[-1])}) + "\n")
                     file.flush()
-                    bar.advance(1, f"{sum(map(len, answered))} answers")
-        return [record for records in world.collect(answered) for record in records]
+                    bar.advance(1, f"{sum(len(r) for r, _ in answered) + len(records)} answers")
+                answered.append((records, why))
+        found_by_all = world.collect(answered)
+        for prompt, (_, reason) in zip(prompts, found_by_all, strict=True):
+            if reason is not None:
+                self.left_out.setdefault((part, prompt.key), (reason, prompt.where))
+        return [record for records, _ in found_by_all for record in records]
+
+    def _encode(self, runtime: Runtime, prompt: Prompt, turns: Sequence[AnsweredTurn]) -> list[int] | str:
+        """What the target is given for the next answer; or why there can be none, and so none after it."""
+        try:
+            ids = encode_prompt(self.line.target.tokenizer, prompt.history([t.message() for t in turns]), prompt.tools, where=prompt.where)
+        except TemplateError as e:
+            return "refused by the chat template: " + e.message.rsplit("): ", 1)[-1]
+        most = session_length(self.line)
+        # Costs are measured with whole drafts, also where answers are shorter.
+        if len(ids) + max(self.settings.max_new_tokens, runtime.num_drafts + 2) - 1 > most:
+            return f"longer than {most} positions with evaluate.max_new_tokens={self.settings.max_new_tokens} (this turn, and so all after it)"
+        return ids
 
     def _speculative(self, runtime: Runtime, prompt_ids: list[int], length: int, temperature: float, generator: torch.Generator | None) -> Decoded:
         return decode_speculative(
@@ -193,13 +240,13 @@ class _Evaluation:
         rows += [Cost(length=n, verify_ms=measured.verify_ms[n], draft_ms=measured.draft_ms[n]) for n in wanted]
         return rows, choice.tokens
 
-    def _speeds(self, runtimes: dict[str, Runtime], prompts: Sequence[Prompt], lengths: dict[str, int]) -> list[SpeedRecord]:
-        """Plain and drafted decoding of the same prompts in alternation, greedily."""
+    def _speeds(self, runtimes: dict[str, Runtime], prompts: Sequence[Prompt], lengths: dict[str, int]) -> tuple[list[SpeedRecord], Agreement]:
+        """Plain and drafted decoding of the same prompts in alternation, greedily; and whether both wrote the same."""
         path = self.writer / _SPEEDS
         path.unlink(missing_ok=True)  # a half measured under another load is not continued
         chosen = spread(prompts, self.settings.speed_prompts)
         records: list[SpeedRecord] = []
-        differing = 0
+        compared = differing = 0
         with self.line.screen.bar("measuring speed", len(chosen) * self.settings.speed_repeats) as bar:
             for repeat in range(self.settings.speed_repeats):
                 for number, prompt in enumerate(chosen):
@@ -207,13 +254,14 @@ class _Evaluation:
                     arms: list[tuple[str, Callable[[], Decoded]]] = [(PLAIN, lambda ids=ids: self._plain(runtimes, ids))]  # type: ignore[misc]
                     arms += [(n, lambda n=n, r=r, ids=ids: self._speculative(r, ids, lengths[n], 0.0, None)) for n, r in runtimes.items()]  # type: ignore[misc]
                     found = {name: work() for name, work in (arms if (repeat + number) % 2 == 0 else arms[::-1])}
+                    compared += len(runtimes)
                     differing += sum(d.tokens != found[PLAIN].tokens for d in found.values())
                     records += [_speed(prompt, name, repeat, lengths.get(name, 0), d) for name, d in found.items()]
                     bar.advance()
         if differing:
             self.line.screen.warn(f"evaluate: {differing} drafted answers differ from plain decoding (rounding decides ties in float arithmetic)")
         path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
-        return [speed_from_json(asdict(r)) for r in records]
+        return [speed_from_json(asdict(r)) for r in records], Agreement(compared=compared, differing=differing)
 
     def _plain(self, runtimes: dict[str, Runtime], ids: list[int]) -> Decoded:
         target = next(iter(runtimes.values())).target
@@ -280,13 +328,19 @@ def _command(name: str) -> str:
     return shlex.join(["firesteel", *sys.argv[1:]]) if typed else f"firesteel run {name}"
 
 
-def _record(prompt: Prompt, request_id: str, drafter: str, temperature: float, found: Decoded) -> RequestRecord:
+def _of_turn(name: str, turn: int) -> str:
+    """Id or key of a prompt's answer number `turn`."""
+    return name if turn == 0 else f"{name}/{turn + 1}"
+
+
+def _record(prompt: Prompt, turn: int, drafter: str, temperature: float, found: Decoded) -> RequestRecord:
     rounds = [RoundRecord(r.drafted, r.accepted, None if r.confidences is None else r.confidences[: r.drafted]) for r in found.rounds]
-    return RequestRecord(prompt.domain, request_id, drafter, temperature, len(found.tokens), found.finish_reason, rounds)
+    name, key = _of_turn(prompt.id, turn), _of_turn(prompt.key, turn)
+    return RequestRecord(prompt.domain, name, drafter, temperature, len(found.tokens), found.finish_reason, rounds, key)
 
 
 def _speed(prompt: Prompt, arm: str, repeat: int, length: int, found: Decoded) -> SpeedRecord:
-    return SpeedRecord(prompt.id, prompt.domain, arm, repeat, length, len(found.tokens), found.seconds_prefill, found.seconds_decode)
+    return SpeedRecord(prompt.id, prompt.domain, arm, repeat, length, len(found.tokens), found.seconds_prefill, found.seconds_decode, prompt.key)
 
 
 def _per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
@@ -297,10 +351,6 @@ def _per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
         if limit is None or counts[prompt.domain] <= limit:
             chosen.append(prompt)
     return chosen
-
-
-def _extra_prompts(path: str, limit: int | None) -> list[Prompt]:
-    return load_file(Path(path).expanduser(), limit=limit, domain=None).prompts
 
 
 def _calibration(artifact: Artifact) -> Calibration | None:
@@ -321,11 +371,10 @@ def _training(artifact: Artifact) -> Training:
     )
 
 
-def _notes(line: Line) -> list[str]:
-    """What to expect, in words."""
-    notes = [
-        "Acceptance length counts the target's own token: 1 means that no drafted token is ever accepted. Answers are the same with and without the drafter.",
-    ]
+def _notes(line: Line, agreement: Agreement | None, dropped: Dropped) -> list[str]:
+    """What was found and left out, and what to expect, in words."""
+    notes = [f"Acceptance length counts the target's own token: 1 means that no drafted token is ever accepted. {_agreement(agreement)}"]
+    notes += [f"Left out: {text}." for text in dropped.lines()]
     minutes = line.recipe.train.max_minutes
     if minutes is not None and minutes < 15:
         notes.append(
@@ -333,3 +382,11 @@ def _notes(line: Line) -> list[str]:
             "training keep raising the acceptance length; `firesteel run smollm2` is a longer recipe for this target."
         )
     return notes
+
+
+def _agreement(found: Agreement | None) -> str:
+    if found is None:
+        return "Answers with and without the drafter were not compared."
+    if found.differing == 0:
+        return f"All {found.compared} greedy answers that were compared are the same with and without the drafter."
+    return f"{found.differing} of {found.compared} greedy answers differ from those without the drafter: where two tokens nearly tie, rounding decides."

@@ -30,16 +30,21 @@ class Proposal:
 
 
 class FullVocabulary:
-    """A drafter's session whose distributions are spread over the target's vocabulary, as the acceptance rule wants them."""
+    """A drafter's session whose distributions are spread over the target's vocabulary, as the acceptance rule wants them.
 
-    def __init__(self, session: DraftSession) -> None:
-        self.inner = session
+    Args:
+        device: where the session draws its tokens; None takes every generator as it is.
+    """
+
+    def __init__(self, session: DraftSession, device: torch.device | None = None) -> None:
+        self.inner, self.device = session, device
 
     def observe(self, tokens: Sequence[int] | Tensor, aux: Tensor) -> None:
         self.inner.observe(tokens, aux)
 
     def draft(self, anchor: int, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Proposal:
-        found = self.inner.draft(anchor, count, temperature=temperature, generator=generator)
+        drawn_by = generator_on(self.device, generator) if temperature > 0 else generator
+        found = self.inner.draft(anchor, count, temperature=temperature, generator=drawn_by)
         probs = None if found.probs is None else self.inner.expand(found.probs)
         return Proposal(found.tokens, probs, found.confidences)
 
@@ -48,7 +53,15 @@ class FullVocabulary:
 
     def fork(self) -> FullVocabulary:
         """An empty session for another sequence."""
-        return FullVocabulary(self.inner.fork())
+        return FullVocabulary(self.inner.fork(), self.device)
+
+
+def generator_on(device: torch.device | None, generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator that tensors on `device` take: the given one; or where that is of another kind of device a new one, whose seed it draws."""
+    if device is None or generator is None or generator.device.type == device.type:
+        return generator
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return torch.Generator(device).manual_seed(seed)
 
 
 @dataclass
@@ -68,7 +81,7 @@ class Runtime:
 
 @dataclass
 class Parts:
-    """A drafter with what it needs to decode: tables of the target, or its own."""
+    """A drafter with what it needs to decode: tables of the target, or its own. All of it is where the target is."""
 
     drafter: nn.Module
     config: DraftConfig
@@ -88,6 +101,10 @@ class Parts:
             max_length=max_length,
             confidence_temperatures=self.temperatures,
         )
+
+    def full_session(self, max_length: int) -> FullVocabulary:
+        """The same, with distributions over the target's vocabulary."""
+        return FullVocabulary(self.session(max_length), self.embed.device)
 
 
 def package_parts(target: LocalTarget, folder: Path) -> Parts:
@@ -131,14 +148,17 @@ def _parts(
     temperatures: Sequence[float],
     contract: Contract | None,
 ) -> Parts:
+    device = target.device
+    ids = None if target_ids is None else target_ids.to(device)
     if head is None:
-        head = target.head.weight if target_ids is None else target.head.weight[target_ids.to(target.device)]
-    return Parts(drafter.eval(), config, target.head.embed if embed is None else embed, head, target_ids, list(temperatures) or None, contract)
+        head = target.head.weight if ids is None else target.head.weight[ids]
+    embed = target.head.embed if embed is None else embed
+    return Parts(drafter.eval().to(device), config, embed.to(device), head.to(device), ids, list(temperatures) or None, contract)
 
 
 def _runtime(line: Line, parts: Parts) -> Runtime:
     length = session_length(line)
-    session = FullVocabulary(parts.session(length))
+    session = parts.full_session(length)
     return Runtime(line.decoding_session(parts.config.layer_ids, length), session, parts.drafter, parts.config, parts.contract)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firesteel.artifact import open_artifact, write_atomic
+from firesteel.artifact import disk_error, hash_file, open_artifact, write_atomic
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import ArtifactError, CheckpointError, DataError, FiresteelError, RecipeError, TargetError
 from firesteel.evaluation.acceptance import position_rates
@@ -34,6 +35,7 @@ from firesteel.target.server import Server, leave_on_signals
 from firesteel.training.metrics import read_metrics
 
 NAME = "serve"
+_COPY, _COPY_OF = "model", "model.json"
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,15 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         VerificationError: it accepts less than was measured.
     """
     folder = line.folder / "package" if package is None else package
-    packaged = (folder / CONTRACT).is_file()
+    packaged, recipe = (folder / CONTRACT).is_file(), line.recipe
     if dry_run and not packaged:
         line.screen.warn(f"{folder} holds no drafter yet; this is the command for when it does")
     if not packaged:
         if not dry_run:
             raise ArtifactError(f"there is no packaged drafter in {folder}", mend="`firesteel run RECIPE` makes one")
-        _print(_commands(line, _untrained(line, str(folder)), _target_name(line, folder)))
+        _print(_commands(line, _untrained(line, str(folder)), _target_name(line, recipe.drafter.algorithm)))
         return
-    loaded, recipe = load(folder), line.recipe
+    loaded = load(folder)
     if loaded.contract is None:
         raise CheckpointError(f"{folder} has no contract", mend="`firesteel convert` with --target writes one")
     spec = get_spec(loaded.config.algorithm)
@@ -87,8 +89,9 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         raise RecipeError(f"serve.tokens={recipe.serve.tokens}, but the drafter drafts {most} a round", mend=f"set serve.tokens to at most {most}")
     speculative = speculative_config(loaded.config, loaded.contract, str(folder.absolute()))
     speculative["num_speculative_tokens"] = recipe.serve.tokens or loaded.contract.speculative_tokens
+    named = _target_name(line, loaded.config.algorithm)
     if dry_run:
-        _print(_commands(line, speculative, _target_name(line, folder)))
+        _print(_commands(line, speculative, named))
         return
     engine = find_engine(recipe.serve, recipe.target.vllm)
     if engine.version != TESTED_VLLM:
@@ -112,7 +115,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
                 tolerance=recipe.serve.tolerance,
                 timeout=recipe.serve.request_timeout,
             )
-            _report(line, found, engine, _commands(line, speculative, _target_name(line, folder)))
+            _report(line, found, engine, _commands(line, speculative, named))
             checked = {**found.to_dict(), "engine": f"{engine.distribution} {engine.version}"}
             write_atomic(place / "smoke.json", json.dumps(checked, indent=1) + "\n")
             write_atomic(folder / DEPLOY, deploy_note(loaded.config, loaded.contract, shown_commands(recipe, speculative), checked))
@@ -135,11 +138,11 @@ def _print(commands: Sequence[str]) -> None:
     sys.stdout.write("\n".join(commands) + "\n")
 
 
-def _target_name(line: Line, package: Path) -> str:
-    """The target as a server's user names it."""
+def _target_name(line: Line, algorithm: str) -> str:
+    """The target as a server's user names it, for a drafter of this kind."""
     name = line.recipe.target.model
-    if get_spec(line.recipe.drafter.algorithm).stitch:
-        return str(line.folder / NAME / "model")
+    if get_spec(algorithm).stitch:
+        return str(line.folder / NAME / _COPY)
     return resolve_target(line.recipe.target) if name.startswith("pypi:") else name
 
 
@@ -152,10 +155,20 @@ def _untrained(line: Line, model: str) -> dict[str, Any]:
 
 
 def _stitched(line: Line, package: Path, target: Path) -> Path:
-    """A copy of the target with this head in it, made anew where it is older than the head."""
-    out = line.folder / NAME / "model"
-    if not (out / "config.json").is_file() or out.stat().st_mtime < (package / CONTRACT).stat().st_mtime:
-        stitch(package, target, out)
+    """A copy of the target with this head in it; one that is there is used again where it was made of the same two."""
+    out, note = line.folder / NAME / _COPY, line.folder / NAME / _COPY_OF
+    # The contract names the weights by their hash. Of the target the place must do: hashing it would take as long as copying it.
+    made_of = json.dumps({"contract": hash_file(package / CONTRACT), "target": str(target.absolute())}) + "\n"
+    if (out / "config.json").is_file() and note.is_file() and note.read_text() == made_of:
+        return out
+    try:
+        note.unlink(missing_ok=True)
+        if out.exists():
+            shutil.rmtree(out)
+    except OSError as e:
+        raise disk_error(e, out) from e
+    stitch(package, target, out)
+    write_atomic(note, made_of)
     return out
 
 
@@ -196,8 +209,8 @@ def _evaluated(package: Path) -> tuple[list[tuple[Prompt, RequestRecord]], int] 
         return None
     drafter, main = describe(package)[0].algorithm, ""
     rows = [request_from_json(row["record"]) for row in read_metrics(answers / "requests.jsonl") if row["part"] == main]
-    greedy = {r.prompt_id: r for r in rows if r.drafter == drafter and r.temperature == 0}
-    pairs = [(p, greedy[p.id]) for p in prompts_stage.read_prompts(asked, "eval") if p.id in greedy]
+    greedy = {r.prompt_key: r for r in rows if r.drafter == drafter and r.temperature == 0}
+    pairs = [(p, greedy[p.key]) for p in prompts_stage.read_prompts(asked, "eval") if p.key in greedy]
     return (pairs, read_report(answers / "report.json")["run"]["max_new_tokens"]) if pairs else None
 
 

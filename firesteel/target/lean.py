@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from firesteel.errors import TargetError
 from firesteel.kernels.packed import PackedLinear
 from firesteel.target.head import decoder, final_norm
 
@@ -27,6 +28,8 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION_PARTS = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+UNFIT = (TargetError, RuntimeError, ValueError, AttributeError)
+"""How making a model lean ends where a detail that `lean_refusal` does not look at is another: a norm without weight, positions over a part of the head."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from firesteel.kernels.memory import holds_again
 from firesteel.kernels.paged import BLOCK, Rotary, attend, blocks_for, make_caches, make_plan, rotate_and_store
 from firesteel.kernels.spans import Span
 from firesteel.target.head import decoder
-from firesteel.target.lean import LeanDecoder, lean_refusal
+from firesteel.target.lean import UNFIT, LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 
 _TOLERANCE = 1e-4
@@ -137,7 +137,7 @@ def open_paged(model: Any, layer_ids: Sequence[int], *, max_length: int, blocks:
     for rounded in (True, False) if half else (False,):
         try:
             return PagedTarget(model, layer_ids, max_length=max_length, blocks=blocks, half=rounded)
-        except (TargetError, RuntimeError, ValueError, AttributeError):
+        except UNFIT:
             continue  # the structure looked right, but a detail did not fit: the model's own forward pass is always correct
     return None
 

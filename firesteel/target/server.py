@@ -69,8 +69,9 @@ def server_url(target: recipes.Target) -> str:
 
 
 def local_url(host: str, port: int) -> str:
-    """A server's address for a client on the same machine."""
-    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    """A server's address for a client on the same machine; `host` as a socket takes it, so without brackets."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
 
 
 def on_cpu() -> tuple[list[str], dict[str, str]]:
@@ -236,7 +237,10 @@ class Server:
 
     def _refuse_taken_port(self) -> None:
         """Whoever has the port already would be taken for our server."""
-        url = httpx.URL(self.plan.url)
+        try:
+            url = httpx.URL(self.plan.url)
+        except httpx.InvalidURL as e:
+            raise TargetError(f"{self.plan.url} is no address: {e}", mend=f"set {self.plan.setting}.host to an address of this machine") from None
         with contextlib.suppress(OSError):
             socket.create_connection((url.host, url.port or 80), timeout=2).close()
             raise TargetError(f"something listens at {self.plan.url} already", mend=f"set {self.plan.setting}.port to a free one, or stop what runs there")

@@ -23,7 +23,7 @@ from firesteel.kernels.linear import preferred
 from firesteel.kernels.memory import holds_again
 from firesteel.kernels.packed import pack_linears
 from firesteel.target.generic import GenericDecoder, RecurrentDecoder, has_states
-from firesteel.target.lean import LeanDecoder, lean_refusal
+from firesteel.target.lean import UNFIT, LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 from firesteel.target.spec import check_layer_ids
 
@@ -147,7 +147,7 @@ def _try_lean(model: Any, layer_ids: tuple[int, ...], max_length: int) -> tuple[
     try:
         lean = LeanDecoder(model, layer_ids, max_length)
         off = _difference(lean, model, layer_ids, max_length)
-    except (RuntimeError, ValueError, AttributeError) as e:
+    except UNFIT as e:
         # Structure looked right, but a detail did not fit: the generic engine is always correct.
         return None, str(e)
     return (lean, "") if off <= _TOLERANCE[torch.float32] else (None, f"its results differ from the model's by {off:.1e} of the largest value")

@@ -10,7 +10,7 @@ from synthetic_run import make_requests, make_run, make_speeds, make_training
 
 from firesteel.evaluation.calibration import calibration_arrays, fit_temperatures, measure_calibration
 from firesteel.evaluation.report import build_report
-from firesteel.evaluation.schema import Cost
+from firesteel.evaluation.schema import Agreement, Cost
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,7 @@ def full_report() -> dict[str, Any]:
         requests=requests,
         speeds=make_speeds(4, lengths={"dspark": [2, 3, 4, 6, 8], "dflash": [2, 4, 7]}),
         draft_lengths={"dspark": 4, "dflash": 4},
+        agreement=Agreement(compared=90, differing=1),
         costs=[Cost(length=n, verify_ms=23.5 + 2.1 * n, draft_ms=None if n == 0 else 5.2) for n in range(9)],
         calibration=measure_calibration(
             logits, survived, mask, temperatures=fit_temperatures(*fitted, bins=15), bins=15, measured_on="18 held-out answers that took no part in the fit"
@@ -52,6 +53,7 @@ def bare_report() -> dict[str, Any]:
         requests=make_requests(6, prompts=1, drafters={"dflash": (-0.2, 7)}, temperatures=[0.0]),
         speeds=[],
         draft_lengths={},
+        agreement=None,
         costs=[],
         calibration=None,
         thresholds=[0.0, 0.5],

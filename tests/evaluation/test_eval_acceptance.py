@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from firesteel.evaluation.acceptance import acceptance_length, by_domain, compare_drafters, finish_reasons, position_rates, select
+from firesteel.evaluation.acceptance import acceptance_length, by_domain, compare_drafters, finish_reasons, position_rates, select, select_greedy
 from firesteel.evaluation.intervals import bootstrap_sums, percentile_interval, wilson_interval
 from firesteel.evaluation.records import RequestRecord, RoundRecord
 
@@ -130,6 +131,17 @@ def test_comparison_uses_shared_prompts_only() -> None:
     assert compare_drafters(first, [request([(4, 3)], prompt="z")], resamples=100, seed=0) is None
 
 
+def test_equal_ids_of_two_sources_are_two_prompts() -> None:
+    def keyed(key: str, accepted: int, drafter: str) -> RequestRecord:
+        return replace(request([(4, accepted)], prompt="row-1", drafter=drafter), prompt_key=key)
+
+    first = [keyed("a", 4, "dspark"), keyed("b", 0, "dspark")]
+    second = [keyed("b", 2, "dflash"), keyed("c", 1, "dflash")]
+    found = compare_drafters(first, second, resamples=100, seed=0)
+    assert found is not None
+    assert (found.first_pooled, found.second_pooled, found.prompts, found.unpaired) == (1, 3, 1, 2)
+
+
 def test_a_drafter_against_itself_is_exactly_equal() -> None:
     rows = [request([(4, i % 5)] * (1 + i % 3), prompt=str(i)) for i in range(20)]
     found = compare_drafters(rows, rows, resamples=200, seed=0)
@@ -144,6 +156,13 @@ def test_groups_and_selection() -> None:
     assert select(rows, drafter="dflash", temperature=1.0) == [rows[2]]
     assert select(rows, drafter="dspark", temperature=1.0) == []
     assert finish_reasons(rows) == {"stop": 3}
+
+
+def test_greedy_requests_and_others_only_where_there_are_none() -> None:
+    warm, cold = (request([(4, a)], temperature=t) for a, t in ((1, 1.0), (3, 0.0)))
+    other = request([(4, 0)], drafter="dflash", temperature=1.0)
+    assert select_greedy([warm, cold, other], drafter="dspark", otherwise=1.0) == [cold]
+    assert select_greedy([warm, cold, other], drafter="dflash", otherwise=1.0) == [other]
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 5), (3, 10), (50, 60), (7, 7)])

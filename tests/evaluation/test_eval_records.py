@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,15 @@ SPEED = SpeedRecord("p", "qa", PLAIN, 1, 0, 10, 0.1, 0.9)
 def test_requests_and_speeds_survive_json() -> None:
     assert request_from_json(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
     assert speed_from_json(json.loads(json.dumps(asdict(SPEED)))) == SPEED
+
+
+def test_a_prompt_is_known_by_its_content_and_without_it_by_its_id() -> None:
+    old = asdict(REQUEST)
+    del old["prompt_key"]  # as records were written before they had one
+    assert request_from_json(old) == REQUEST
+    assert REQUEST.prompt == ("qa", REQUEST.prompt_id)
+    assert replace(REQUEST, prompt_key="a1").prompt == ("qa", "a1")
+    assert replace(SPEED, prompt_key="a1").prompt == ("qa", "a1") != SPEED.prompt
 
 
 def test_files_hold_one_record_per_line(tmp_path: Path) -> None:

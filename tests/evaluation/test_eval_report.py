@@ -22,7 +22,7 @@ from firesteel.evaluation.schema import SCHEMA_VERSION, Report
 DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 
 # What each version of the schema consists of. A change of the schema needs a new version, a new line here and a new docs/report.md.
-FINGERPRINTS = {1: "bd69ad416bcac050"}
+FINGERPRINTS = {1: "bd69ad416bcac050", 2: "17fd467cab2b2465"}
 
 
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -45,6 +45,7 @@ def small(requests: list[RequestRecord], speeds: list[SpeedRecord], lengths: dic
         requests=requests,
         speeds=speeds,
         draft_lengths=lengths,
+        agreement=None,
         costs=[],
         calibration=None,
         thresholds=[],
@@ -94,6 +95,7 @@ def test_headline_numbers_are_those_of_the_records(full_report: dict[str, Any]) 
 
 
 def test_speed_and_comparison(full_report: dict[str, Any]) -> None:
+    assert full_report["agreement"] == {"compared": 90, "differing": 1}
     assert full_report["speedup"]["draft_length"] == 4
     assert full_report["speedup"] in full_report["drafters"]["dspark"]["speed_by_length"]
     assert [s["draft_length"] for s in full_report["drafters"]["dflash"]["speed_by_length"]] == [2, 4, 7]
@@ -105,6 +107,7 @@ def test_speed_and_comparison(full_report: dict[str, Any]) -> None:
 
 def test_what_was_not_measured_is_null(bare_report: dict[str, Any]) -> None:
     assert bare_report["speedup"] is None
+    assert bare_report["agreement"] is None
     assert bare_report["calibration"] is None
     assert bare_report["sweep"] == []
     assert bare_report["seconds_total"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,13 @@ def toy_engine(brake: Brake, *, draft: bool = True, requests: int = 4, blocks: i
     return Engine(SlowTarget(brake), made, BlockPool(blocks, 4, share=False), draft_tokens=3 if draft else 0, max_requests=requests, max_tokens=64)
 
 
+def reusing() -> socket.socket:
+    """A socket as servers make it."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
 def alone(prompt: Sequence[int], count: int, *, eos: bool = True) -> list[int]:
     """What the target writes greedily."""
     return decode_plain(ToyTarget(TARGET, max_length=LONGEST), prompt, max_new_tokens=count, eos_ids={EOS} if eos else ()).tokens
@@ -119,11 +127,18 @@ class Running:
 
 @contextmanager
 def running(
-    *, brake: Brake | None = None, draft: bool = True, requests: int = 4, blocks: int = 512, served: Served = SERVED, **settings: Any
+    *,
+    brake: Brake | None = None,
+    draft: bool = True,
+    requests: int = 4,
+    blocks: int = 512,
+    served: Served = SERVED,
+    engine: Engine | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server; settings are those of `serve:`."""
     brake = brake or Brake()
-    service = Service(served, toy_engine(brake, draft=draft, requests=requests, blocks=blocks), Serve(**settings))
+    service = Service(served, engine or toy_engine(brake, draft=draft, requests=requests, blocks=blocks), Serve(**settings))
     server = Server("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=(service,))
     thread.start()

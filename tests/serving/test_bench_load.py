@@ -94,6 +94,18 @@ def test_server_without_counters_tells_nothing() -> None:
         assert between(page, page, "s").model_dump() == {"drafting": None, "tokens": None, "cached_share": None}
 
 
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_counters_of_a_lifetime_are_not_those_of_a_measurement(lost: str) -> None:
+    """A page that could not be read is not a page on which every counter stands at nothing."""
+    with FakeServer(drafted=4, accepted=2, cached=0.25) as server:
+        warm_up(LoadPlan(server.url, "tiny", "chat", [[{"role": "user", "content": "a"}]] * 3, 2, 13))
+        page, url = scrape(server.url, {}, 5), server.url
+    assert page.generated
+    none = scrape(url, {}, 1)
+    pages = (none, page) if lost == "before" else (page, none)
+    assert between(*pages, "s").model_dump() == {"drafting": None, "tokens": None, "cached_share": None}
+
+
 def test_positions_may_come_later() -> None:
     head = "vllm:spec_decode_num_drafts_total {}\nvllm:spec_decode_num_draft_tokens_total {}\nvllm:spec_decode_num_accepted_tokens_total {}\n"
     place = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}} {}\n'
@@ -116,6 +128,9 @@ def test_reach_names_setting_and_mend() -> None:
         reach("s", url, None, None)
     with pytest.raises(RecipeError, match=r"bench\.servers: s is at 'localhost:1'"):
         reach("s", "localhost:1", None, None)
+    with pytest.raises(RecipeError, match=r"bench\.servers: s is at 'http://localhost:80x', which is no address(.|\n)*--server s="):
+        reach("s", "http://localhost:80x", None, None)
+    assert not scrape("http://localhost:80x", {}, 1).read
 
 
 @needs_guidellm

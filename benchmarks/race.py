@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from export_states import export_states
+from export_states import Pair, export_states
 from torch import Tensor
 
 from firesteel.artifact import package_versions
@@ -31,6 +31,7 @@ from firesteel.decoding.decode import decode_speculative
 from firesteel.evaluation.acceptance import acceptance_length, compare_drafters
 from firesteel.evaluation.machine import machine_facts
 from firesteel.evaluation.records import RequestRecord, RoundRecord
+from firesteel.kernels.linear import wants_half
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
 from firesteel.recipe import Recipe, load_recipe
@@ -62,7 +63,7 @@ def main() -> None:
     documents, train_documents = read_documents(line)
     prompts = prompts_stage.read_prompts(line.input("prompts"), "eval")
     ours = answers(line, open_package(line, line.input("package").path), "ours", prompts, options.prompts)
-    arms = {name: run_arm(line, name, folder / name, documents, train_documents, options.minutes) for name in options.arm or ["copied"]}
+    arms = run_arms(line, options.arm or ["copied"], folder, documents, train_documents, options.minutes)
     result = {"benchmark": "race", "recipe": recipe.model_dump(), "minutes": options.minutes, "peer": "speculators 0.9.0"}
     result |= {"documents": len(documents), "train_documents": train_documents, "tokens": sum(len(ids) for ids, _ in documents)}
     result["ours"] = {**lengths(ours, recipe), "training": line.input("train").manifest.about}
@@ -85,7 +86,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_documents(line: Line) -> tuple[list[tuple[Tensor, Tensor]], int]:
+def read_documents(line: Line) -> tuple[list[Pair], int]:
     """Token ids and loss masks of all documents, training first, and how many of them are for training."""
     hidden = line.input(extract.NAME)
     store = extract.open_store(line, hidden)
@@ -94,25 +95,45 @@ def read_documents(line: Line) -> tuple[list[tuple[Tensor, Tensor]], int]:
     return [(s.token_ids, s.loss_mask) for s in samples], len(keys[0])
 
 
-def run_arm(line: Line, name: str, folder: Path, documents: list[tuple[Tensor, Tensor]], train_documents: int, minutes: float) -> dict[str, Any]:
-    """Train the peer; what a finished arm of the same settings left is taken as it is."""
-    data, settings = folder / "data", arm_settings(line, name, folder)
-    flags = [*settings.flags, "--data-path", str(data), "--train-data-ratio", str((train_documents + 0.5) / len(documents))]
-    asked = {"flags": flags, "minutes": minutes, "inputs": line.input(extract.NAME).manifest.content}
-    done = folder / "result.json"
-    if done.is_file() and (found := json.loads(done.read_text()))["asked"] == asked:
-        return dict(found)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with line.screen.bar(f"writing the peer's data ({name})", len(documents)) as bar:
-        export_states(line.target, documents, settings.layer_ids, data, CODEC_DTYPES[line.recipe.hidden.codec], lambda _: bar.advance())
-    for path, table in settings.tables.items():
+def run_arms(line: Line, names: list[str], folder: Path, documents: list[Pair], train_documents: int, minutes: float) -> dict[str, dict[str, Any]]:
+    """Train the peer in every arm; data and results that are there for the same settings are taken as they are. One pass over the target serves all."""
+    hidden, ratio = line.recipe.hidden, (train_documents + 0.5) / len(documents)
+    arms = {name: arm_settings(line, name, folder / name) for name in names}
+    inputs = {"minutes": minutes, "inputs": line.input(extract.NAME).manifest.content}
+    asked = {n: {"flags": [*a.flags, "--data-path", str(folder / n / "data"), "--train-data-ratio", str(ratio)], **inputs} for n, a in arms.items()}
+    missing = [n for n in names if said(folder / n / "result.json") != asked[n] and said(folder / n / "data.json") != asked[n]]
+    for name in missing:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+    if missing:
+        folders = {folder / name / "data": arms[name].layer_ids for name in missing}
+        half = wants_half(hidden.precision, line.target.device)
+        with line.screen.bar("writing the peer's data", len(documents)) as bar:
+            export_states(line.target, documents, folders, CODEC_DTYPES[hidden.codec], bar.set, half=half, batch_tokens=hidden.batch_tokens)
+    for name in missing:
+        (folder / name / "data.json").write_text(json.dumps({"asked": asked[name]}))
+    return {name: run_arm(name, arm, asked[name], folder / name, minutes) for name, arm in arms.items()}
+
+
+def said(path: Path) -> Any:
+    """What a file of an arm says it was asked; None without the file."""
+    return json.loads(path.read_text())["asked"] if path.is_file() else None
+
+
+def run_arm(name: str, arm: Arm, asked: dict[str, Any], home: Path, minutes: float) -> dict[str, Any]:
+    """Train the peer on the data in `home`, then drop the data."""
+    done = home / "result.json"
+    if said(done) == asked:
+        return dict(json.loads(done.read_text()))
+    for path, table in arm.tables.items():
         np.save(path, table.numpy())
-    command = [str(PEER_PYTHON), str(HERE / "peers" / "speculators_train.py"), "--minutes", str(minutes), "--save", str(folder / "trained"), "--", *flags]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = {**json.loads(run.stdout.splitlines()[-1]), "not_copied": settings.not_copied, "asked": asked}
+    print(f"training the peer ({name})", file=sys.stderr)
+    command = [str(PEER_PYTHON), str(HERE / "peers" / "speculators_train.py"), "--minutes", str(minutes), "--save", str(home / "trained")]
+    run = subprocess.run([*command, "--", *asked["flags"]], stdout=subprocess.PIPE, text=True, check=True)
+    found = {**json.loads(run.stdout.splitlines()[-1]), "not_copied": arm.not_copied, "asked": asked}
     done.write_text(json.dumps(found))
-    shutil.rmtree(data)
+    shutil.rmtree(home / "data")
+    (home / "data.json").unlink()
     return found
 
 

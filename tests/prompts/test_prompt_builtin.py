@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from firesteel.prompts.dedupe import dedupe
 from firesteel.prompts.sources import BUILTIN_FOLDER, builtin_domains, load_source
 from firesteel.recipe import Source
 
@@ -31,6 +32,18 @@ def test_every_row_is_usable_as_it_stands(domain: str) -> None:
     assert all(m["role"] in ("system", "user") for r in rows for m in r["messages"])
     if domain == "tool_call":
         assert all(r.get("tools") for r in rows)
+
+
+@pytest.mark.parametrize("name", ["smollm2-written", "smollm2-written-2", "smollm2-nine-domains"])
+def test_what_a_target_wrote_is_usable_and_no_held_out_prompt(name: str) -> None:
+    written = load_source(Source(builtin=name))
+    assert len(written.prompts) > 2900
+    assert written.dropped.total == written.notes.total == 0
+    domains = {p.domain for p in written.prompts}
+    assert domains == (set(DOMAINS) if name == "smollm2-nine-domains" else {name})
+    held_out = load_source(Source(builtin="nine-domains", split="eval")).prompts
+    assert len(held_out) >= 12 * len(DOMAINS)
+    assert [reason for reason in dedupe(written.prompts, held_out, 0.5).dropped.to_dict() if "held-out" in reason] == []
 
 
 def test_no_two_are_nearly_the_same() -> None:

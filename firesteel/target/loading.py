@@ -26,7 +26,7 @@ from firesteel.target.spec import files_fingerprint, fingerprint, weight_shapes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("*.safetensors", "*.bin")
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN = ("F64", "F32", "F16", "BF16")
 # Parts with an embedding, norm or head of their own: layers, among them those that predict further tokens, and MTP modules.
 _OWN_PART = re.compile(r"(^|\.)(\d+|mtp\w*)\.")
@@ -180,22 +180,23 @@ def _weights_folder(path: str, settings: recipes.Target) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         folder = Path(cached_file(path, "config.json", revision=settings.revision)).parent
-    index = None if _find(path, _SINGLE, settings) is not None else _find(path, _INDEX, settings)
+    index = None if find_file(path, SINGLE, settings.revision) is not None else find_file(path, INDEX, settings.revision)
     if index is None:
         return folder
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError) as e:
-        raise TargetError(f"target.model={settings.model}: {_INDEX} cannot be read: {e}", mend="fetch the folder again") from e
+        raise TargetError(f"target.model={settings.model}: {INDEX} cannot be read: {e}", mend="fetch the folder again") from e
     for file in files:
-        if not (folder / file).is_file() and _find(path, file, settings) is None:
+        if not (folder / file).is_file() and find_file(path, file, settings.revision) is None:
             raise TargetError(f"target.model={settings.model}: {file} is not there, but its index names it", mend="fetch the folder again")
     return folder
 
 
-def _find(path: str, name: str, settings: recipes.Target) -> Path | None:
+def find_file(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a folder or of a hub model, fetched if need be; None where there is none."""
     quiet = {f"_raise_exceptions_for_{kind}": False for kind in ("gated_repo", "missing_entries", "connection_errors")}
-    found = cached_file(path, name, revision=settings.revision, **quiet)
+    found = cached_file(path, name, revision=revision, **quiet)
     return None if found is None else Path(found)
 
 

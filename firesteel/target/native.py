@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from firesteel import recipe as recipes
 from firesteel.errors import TargetError
-from firesteel.target.loading import resolve_target
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+from firesteel.target.loading import INDEX, SINGLE, find_file, resolve_target
 
 
 def read_native(settings: recipes.Target, prefix: str) -> dict[str, Tensor]:
@@ -23,7 +19,7 @@ def read_native(settings: recipes.Target, prefix: str) -> dict[str, Tensor]:
         TargetError: an index or a weights file cannot be read.
     """
     path = resolve_target(settings)
-    index = _find(path, _INDEX, settings.revision)
+    index = find_file(path, INDEX, settings.revision)
     names: dict[str, list[str]] = {}
     try:
         if index is not None:
@@ -31,10 +27,10 @@ def read_native(settings: recipes.Target, prefix: str) -> dict[str, Tensor]:
                 if name.startswith(prefix):
                     names.setdefault(file, []).append(name)
         else:
-            names[_SINGLE] = []
+            names[SINGLE] = []
         found: dict[str, Tensor] = {}
         for file, wanted in names.items():
-            weights = _find(path, file, settings.revision)
+            weights = find_file(path, file, settings.revision)
             if weights is None:
                 if index is None:
                     return {}
@@ -44,9 +40,3 @@ def read_native(settings: recipes.Target, prefix: str) -> dict[str, Tensor]:
     except (OSError, ValueError, KeyError, SafetensorError) as e:
         raise TargetError(f"target.model={settings.model}: its weights cannot be read: {e}", mend="fetch the folder again") from e
     return found
-
-
-def _find(path: str, name: str, revision: str | None) -> Path | None:
-    quiet = {f"_raise_exceptions_for_{kind}": False for kind in ("gated_repo", "missing_entries", "connection_errors")}
-    found = cached_file(path, name, revision=revision, **quiet)
-    return None if found is None else Path(found)

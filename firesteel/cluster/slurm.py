@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from firesteel.cluster.process import Process, quote, variable
 from firesteel.cluster.topology import CPU, Topology
 from firesteel.endpoints.roster import FILE as ENDPOINTS
+from firesteel.endpoints.roster import HEAD
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 
@@ -52,8 +53,6 @@ finish() {
 }
 trap finish EXIT
 """
-# How `endpoints.roster.write_urls` begins a list.
-_LIST = "# One endpoint a line. Edited while a run goes on, it is read again within a second: `firesteel endpoints RECIPE add URL`."
 
 
 def batch_script(recipe: Recipe, topology: Topology, processes: Sequence[Process]) -> str:
@@ -103,6 +102,6 @@ def _endpoints(recipe: Recipe, topology: Topology) -> list[str]:
     urls = " ".join(quote(s.url) for s in topology.servers)
     return [
         "# shellcheck disable=SC2016 # words, not a command",
-        f"printf '%s\\n' {quote(_LIST)} {urls} > {new}",
+        f"printf '%s\\n' {quote(HEAD.rstrip())} {urls} > {new}",
         f"mv -f {new} {quote(file)}",
     ]

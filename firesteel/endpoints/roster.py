@@ -13,7 +13,7 @@ from firesteel.errors import RecipeError
 
 FILE, STATUS = "endpoints.txt", "endpoints.json"
 Action = Literal["add", "remove", "list"]
-_HEAD = "# One endpoint a line. Edited while a run goes on, it is read again within a second: `firesteel endpoints RECIPE add URL`.\n"
+HEAD = "# One endpoint a line. Edited while a run goes on, it is read again within a second: `firesteel endpoints RECIPE add URL`.\n"
 
 
 class Roster:
@@ -65,7 +65,7 @@ def read_urls(path: Path) -> list[str]:
 
 def write_urls(path: Path, urls: Sequence[str]) -> None:
     """Replace the list; a reader sees the old or the new one."""
-    write_atomic(path, _HEAD + "".join(f"{url}\n" for url in urls))
+    write_atomic(path, HEAD + "".join(f"{url}\n" for url in urls))
 
 
 def edit(path: Path, action: Literal["add", "remove"], url: str) -> list[str]:

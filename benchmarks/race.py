@@ -5,9 +5,10 @@ with its own trainer, for the same wall-clock time, validation pauses included o
 `default` keeps every default of the peer for the algorithm; `copied` copies from our recipe whatever the peer has an option
 for (what it has none for is listed under `not_copied`). Each checkpoint is then opened as Firesteel opens any checkpoint
 and decodes the same held-out prompts greedily. Not counted for the peer: writing its data, and the steps it times first.
+`--prepare` ends before the first timed minute: answers, states and the peer's data are then there for the race itself.
 The last line of stdout is one JSON object; `ratio` of an arm is our acceptance length over the peer's, on shared prompts.
 
-Usage: python benchmarks/race.py RECIPE [section.key=value ...] --minutes 30 [--arm default] [--arm copied]
+Usage: python benchmarks/race.py RECIPE [section.key=value ...] --minutes 30 [--arm default] [--arm copied] [--prepare]
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from firesteel.target.loading import resolve_target
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-VERBS = ("prompts", "respond", "extract", "train", "calibrate", "package")
+PREPARE = ("prompts", "respond", "extract")
+TIMED = ("train", "calibrate", "package")
 CODEC_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}  # the peer reads no fp8 of ours
 LOSS_NAMES = {"ce": "ce", "tv": "tv", "kl": "kl_div", "reverse_kl": "rkl", "jsd": "jsd"}
 
@@ -55,23 +57,27 @@ def main() -> None:
     if not PEER_PYTHON.is_file():
         raise SystemExit("there is no .venv-peers: build it with `make bench-peers`")
     overrides = [*options.overrides, f"train.max_minutes={options.minutes}"]
-    for verb in VERBS:
-        subprocess.run([sys.executable, "-m", "firesteel.cli.app", verb, options.recipe, *overrides], check=True)
+    run_verbs(PREPARE, options.recipe, overrides)
     recipe = load_recipe(options.recipe, overrides)
     line = Line(recipe, StderrScreen())
-    folder = recipe.run_dir / "race"
     documents, train_documents = read_documents(line)
+    arms = [Arm(name, recipe.run_dir / "race" / name) for name in options.arm or ["copied"]]
+    write_data(line, arms, documents)
+    if options.prepare:
+        return
+    run_verbs(TIMED, options.recipe, overrides)
+    line = Line(recipe, StderrScreen())
     prompts = prompts_stage.read_prompts(line.input("prompts"), "eval")
     ours = answers(line, open_package(line, line.input("package").path), "ours", prompts, options.prompts)
-    arms = run_arms(line, options.arm or ["copied"], folder, documents, train_documents, options.minutes)
+    trained = {a.name: train_peer(line, a, (train_documents + 0.5) / len(documents), options.minutes) for a in arms}
     result = {"benchmark": "race", "recipe": recipe.model_dump(), "minutes": options.minutes, "peer": "speculators 0.9.0"}
     result |= {"documents": len(documents), "train_documents": train_documents, "tokens": sum(len(ids) for ids, _ in documents)}
     result["ours"] = {**lengths(ours, recipe), "training": line.input("train").manifest.about}
-    for name, trained in arms.items():
-        theirs = answers(line, open_package(line, Path(trained["checkpoint"])), name, prompts, options.prompts)
+    for name, peer in trained.items():
+        theirs = answers(line, open_package(line, Path(peer["checkpoint"])), name, prompts, options.prompts)
         comparison = compare_drafters(ours, theirs, resamples=recipe.evaluate.bootstrap, seed=recipe.seed)
         compared = {"comparison": comparison and comparison.model_dump(), "ratio": comparison and comparison.ratio}
-        result[name] = {**lengths(theirs, recipe), **compared, "training": trained}
+        result[name] = {**lengths(theirs, recipe), **compared, "training": peer}
     result |= {"versions": package_versions(), "machine": machine_facts(accelerator=None).model_dump(), "threads": torch.get_num_threads()}
     print(json.dumps(result))
 
@@ -82,6 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--minutes", type=float, default=30.0, help="training time of each side")
     parser.add_argument("--arm", action="append", choices=["default", "copied"], help="settings of the peer; may be given twice")
+    parser.add_argument("--prepare", action="store_true", help="stop before the first timed minute")
     parser.add_argument("--prompts", type=int, help="held-out prompts at most, spread over the domains; all if not given")
     return parser.parse_args()
 
@@ -95,70 +102,86 @@ def read_documents(line: Line) -> tuple[list[Pair], int]:
     return [(s.token_ids, s.loss_mask) for s in samples], len(keys[0])
 
 
-def run_arms(line: Line, names: list[str], folder: Path, documents: list[Pair], train_documents: int, minutes: float) -> dict[str, dict[str, Any]]:
-    """Train the peer in every arm; data and results that are there for the same settings are taken as they are. One pass over the target serves all."""
-    hidden, ratio = line.recipe.hidden, (train_documents + 0.5) / len(documents)
-    arms = {name: arm_settings(line, name, folder / name) for name in names}
-    inputs = {"minutes": minutes, "inputs": line.input(extract.NAME).manifest.content}
-    asked = {n: {"flags": [*a.flags, "--data-path", str(folder / n / "data"), "--train-data-ratio", str(ratio)], **inputs} for n, a in arms.items()}
-    missing = [n for n in names if said(folder / n / "result.json") != asked[n] and said(folder / n / "data.json") != asked[n]]
-    for name in missing:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(parents=True)
+@dataclass
+class Arm:
+    """One way of asking the peer, and its folder: `data` (states), `data.json` and `result.json` (what was asked for them)."""
+
+    name: str
+    home: Path
+
+    def layer_ids(self, line: Line) -> list[int]:
+        """The layers of the target that the peer's data must hold: the peer's own choice, or ours."""
+        layers = line.target.spec.num_layers
+        return [2, layers // 2, layers - 3] if self.name == "default" else list(line.layer_ids)
+
+    def data(self, line: Line) -> dict[str, Any]:
+        """What its data are made of."""
+        return {"hidden": line.input(extract.NAME).manifest.content, "layer_ids": self.layer_ids(line)}
+
+    def said(self, name: str) -> dict[str, Any]:
+        """What a file of the arm says; empty without the file."""
+        path = self.home / name
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+    def finished(self, data: dict[str, Any], minutes: float) -> dict[str, Any] | None:
+        """The result that is there already for the same data and minutes."""
+        found = self.said("result.json")
+        return found if found and found["data"] == data and found["minutes"] == minutes else None
+
+
+def run_verbs(verbs: tuple[str, ...], recipe: str, overrides: list[str]) -> None:
+    """Stages of the line, each in a process of its own."""
+    for verb in verbs:
+        subprocess.run([sys.executable, "-m", "firesteel.cli.app", verb, recipe, *overrides], check=True)
+
+
+def write_data(line: Line, arms: list[Arm], documents: list[Pair]) -> None:
+    """The peer's data for all arms that lack them, in one pass over the target. Arms with a result need none."""
+    hidden, minutes = line.recipe.hidden, line.recipe.train.max_minutes
+    missing = [a for a in arms if a.finished(a.data(line), minutes or 0.0) is None and a.said("data.json") != a.data(line)]
+    for arm in missing:
+        shutil.rmtree(arm.home, ignore_errors=True)
+        arm.home.mkdir(parents=True)
     if missing:
-        folders = {folder / name / "data": arms[name].layer_ids for name in missing}
+        folders = {a.home / "data": a.layer_ids(line) for a in missing}
         half = wants_half(hidden.precision, line.target.device)
         with line.screen.bar("writing the peer's data", len(documents)) as bar:
             export_states(line.target, documents, folders, CODEC_DTYPES[hidden.codec], bar.set, half=half, batch_tokens=hidden.batch_tokens)
-    for name in missing:
-        (folder / name / "data.json").write_text(json.dumps({"asked": asked[name]}))
-    return {name: run_arm(name, arm, asked[name], folder / name, minutes) for name, arm in arms.items()}
+    for arm in missing:
+        (arm.home / "data.json").write_text(json.dumps(arm.data(line)))
 
 
-def said(path: Path) -> Any:
-    """What a file of an arm says it was asked; None without the file."""
-    return json.loads(path.read_text())["asked"] if path.is_file() else None
+def train_peer(line: Line, arm: Arm, ratio: float, minutes: float) -> dict[str, Any]:
+    """Train the peer on its data, then drop the data. What was trained for the same data, options and minutes is taken as it is.
 
-
-def run_arm(name: str, arm: Arm, asked: dict[str, Any], home: Path, minutes: float) -> dict[str, Any]:
-    """Train the peer on the data in `home`, then drop the data."""
-    done = home / "result.json"
-    if said(done) == asked:
-        return dict(json.loads(done.read_text()))
-    for path, table in arm.tables.items():
+    Args:
+        ratio: share of the documents that are for training.
+    """
+    flags, tables, left_out = arm_settings(line, arm)
+    flags += ["--data-path", str(arm.home / "data"), "--train-data-ratio", str(ratio)]
+    found = arm.finished(arm.data(line), minutes)
+    if found is not None:
+        if found["asked"] != flags:
+            raise SystemExit(f"{arm.home / 'result.json'} was trained with other options: delete {arm.home} to train again")
+        return found
+    for path, table in tables.items():
         np.save(path, table.numpy())
-    print(f"training the peer ({name})", file=sys.stderr)
-    command = [str(PEER_PYTHON), str(HERE / "peers" / "speculators_train.py"), "--minutes", str(minutes), "--save", str(home / "trained")]
-    run = subprocess.run([*command, "--", *asked["flags"]], stdout=subprocess.PIPE, text=True, check=True)
-    found = {**json.loads(run.stdout.splitlines()[-1]), "not_copied": arm.not_copied, "asked": asked}
-    done.write_text(json.dumps(found))
-    shutil.rmtree(home / "data")
-    (home / "data.json").unlink()
+    print(f"training the peer ({arm.name})", file=sys.stderr)
+    command = [str(PEER_PYTHON), str(HERE / "peers" / "speculators_train.py"), "--minutes", str(minutes), "--save", str(arm.home / "trained")]
+    run = subprocess.run([*command, "--", *flags], stdout=subprocess.PIPE, text=True, check=True)
+    found = {**json.loads(run.stdout.splitlines()[-1]), "not_copied": left_out, "asked": flags, "data": arm.data(line)}
+    (arm.home / "result.json").write_text(json.dumps(found))
+    shutil.rmtree(arm.home / "data")
+    (arm.home / "data.json").unlink()
     return found
 
 
-@dataclass
-class Arm:
-    """How the peer is asked to train.
-
-    Attributes:
-        layer_ids: layers of the target that its data must hold.
-        tables: files of vocabulary tables to write.
-        not_copied: settings of our recipe that differ from the peer's behaviour and that it has no option for.
-    """
-
-    flags: list[str]
-    layer_ids: list[int]
-    tables: dict[Path, Tensor]
-    not_copied: list[str]
-
-
-def arm_settings(line: Line, name: str, folder: Path) -> Arm:
-    """The peer's options for an arm."""
-    recipe, layers = line.recipe, line.target.spec.num_layers
+def arm_settings(line: Line, arm: Arm) -> tuple[list[str], dict[Path, Tensor], list[str]]:
+    """The peer's options for an arm, files of vocabulary tables to write, and which of our settings in force it has no option for."""
+    recipe = line.recipe
     base = ["--speculator-type", recipe.drafter.algorithm, "--verifier-name-or-path", resolve_target(recipe.target), "--seed", str(recipe.seed)]
-    if name == "default":
-        return Arm(base, [2, layers // 2, layers - 3], {}, [])
+    if arm.name == "default":
+        return base, {}, []
     trained = load_trained(line, recipe.drafter.algorithm)
     config, loss, train = trained.config, recipe.loss, recipe.train
     full = [str(i) for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
@@ -190,9 +213,9 @@ def arm_settings(line: Line, name: str, folder: Path) -> Arm:
         flags += ["--markov-rank", str(config.markov_rank), "--markov-head-type", config.markov_head, "--confidence-head-alpha", str(loss.confidence)]
     tables: dict[Path, Tensor] = {}
     if trained.vocab is not None:
-        tables = {folder / "d2t.npy": trained.vocab.d2t, folder / "t2d.npy": trained.vocab.t2d}
-        flags += ["--draft-vocab-size", str(len(trained.vocab)), "--d2t-path", str(folder / "d2t.npy"), "--t2d-path", str(folder / "t2d.npy")]
-    return Arm(base + flags, list(config.layer_ids), tables, not_copied(recipe))
+        tables = {arm.home / "d2t.npy": trained.vocab.d2t, arm.home / "t2d.npy": trained.vocab.t2d}
+        flags += ["--draft-vocab-size", str(len(trained.vocab)), "--d2t-path", str(arm.home / "d2t.npy"), "--t2d-path", str(arm.home / "t2d.npy")]
+    return base + flags, tables, not_copied(recipe)
 
 
 def loss_option(recipe: Recipe) -> str:

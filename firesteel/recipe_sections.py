@@ -38,6 +38,9 @@ class Target(Section):
         "auto", description="Captured layers; id i is the residual stream before layer i (Transformers' hidden_states[i]). `auto` picks five."
     )
     chat_template: str | None = Field(None, description="File with a chat template that replaces the tokenizer's own.")
+    template_options: dict[str, bool | int | str] = Field(
+        default_factory=dict, description="What the chat template is told beside the messages, such as {enable_thinking: false}."
+    )
     trust_remote_code: bool = Field(False, description="Allow code from the model's repository.")
     threads: int | None = Field(None, description="CPU threads; empty means all cores.", ge=1)
     cache_dir: str = Field("~/.cache/firesteel", description="Where converted targets are kept.")

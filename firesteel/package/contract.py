@@ -6,6 +6,7 @@ the contract turns that into an error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.layer_json import window_of
 from firesteel.errors import CheckpointError
 from firesteel.target.spec import TargetSpec
+from firesteel.target.template_options import thinking_mode
 
 
 class Part(BaseModel):
@@ -47,6 +49,7 @@ class Contract(Part):
         sample_from_anchor: True: slot k predicts the token k + 1 after the anchor.
         causal: slots of a block see only earlier slots of it.
         thinking: mode of the chat template that the training answers were made in; None where it was left to the template.
+        template_options: what the chat template was told then (`target.template_options`).
         temperatures: `[drafts]` sequential temperature scaling of the confidences; empty where not calibrated.
         promise: what validation measured, or None.
         speculative_tokens: tokens to draft per round when served.
@@ -73,6 +76,7 @@ class Contract(Part):
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     thinking: Literal["on", "off"] | None
+    template_options: dict[str, bool | int | str] = Field(default_factory=dict)
     temperatures: tuple[float, ...]
     promise: Promise | None
     speculative_tokens: int = Field(ge=1)
@@ -83,7 +87,7 @@ def make_contract(
     config: DraftConfig,
     target: TargetSpec,
     *,
-    thinking: Literal["on", "off"] | None,
+    template_options: Mapping[str, bool | int | str],
     temperatures: tuple[float, ...],
     promise: Promise | None,
     speculative_tokens: int,
@@ -113,7 +117,8 @@ def make_contract(
         sliding_window=window_of(config),
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
-        thinking=thinking,
+        thinking=thinking_mode(template_options),
+        template_options=dict(template_options),
         temperatures=temperatures,
         promise=promise,
         speculative_tokens=speculative_tokens,

@@ -13,7 +13,7 @@ after exactly the tokens that the target sees when it generates it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +116,14 @@ class _Answer:
     finish_reason: FinishReason
 
 
-def render(tokenizer: Any, messages: Sequence[Message], tools: list[Tool] | None, *, generate: bool, where: str) -> str:
+def render(
+    tokenizer: Any, messages: Sequence[Message], tools: list[Tool] | None, *, generate: bool, where: str, options: Mapping[str, Any] | None = None
+) -> str:
     """The chat template's text.
 
     Args:
         generate: add the generation prompt (what precedes an answer).
+        options: further variables of the template.
         where: the row, for errors.
 
     Raises:
@@ -131,7 +134,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: list[Tool] | None
             f"{where} cannot be rendered: the target's tokenizer has no chat template", mend="give one with target.chat_template=FILE (a Jinja template)"
         )
     try:
-        return tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generate, tokenize=False)
+        return tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generate, tokenize=False, **(options or {}))
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as e:
         roles = ", ".join(m["role"] for m in messages)
         raise TemplateError(
@@ -155,13 +158,20 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int], finish_reason: str) ->
     return decode_ids(tokenizer, token_ids[:-1] if finish_reason == "stop" else token_ids)
 
 
-def encode_prompt(tokenizer: Any, messages: Sequence[Message], tools: list[Tool] | None = None, *, where: str = "the prompt") -> list[int]:
-    """Ids that the target is given to answer `messages`: rendered with the generation prompt.
+def encode_prompt(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[Tool] | None = None,
+    *,
+    where: str = "the prompt",
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids that the target is given to answer `messages`: rendered with the generation prompt, and with `options` as variables of the template.
 
     Raises:
         TemplateError: there is no template, or it refuses the messages (the row is named).
     """
-    return encode_text(tokenizer, render(tokenizer, messages, tools, generate=True, where=where))
+    return encode_text(tokenizer, render(tokenizer, messages, tools, generate=True, where=where, options=options))
 
 
 def build_document(tokenizer: Any, prompt: Prompt, turns: Sequence[AnsweredTurn]) -> list[Document]:

@@ -167,6 +167,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _refuse_chat(self) -> ChatRequest:

@@ -69,6 +69,8 @@ def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[st
         found.append("--trust-remote-code")
     if target.chat_template is not None:
         found += ["--chat-template", target.chat_template]
+    if target.template_options:
+        found += ["--default-chat-template-kwargs", json.dumps(target.template_options)]
     return [*found, *serve.args, "--speculative-config", json.dumps(speculative)]
 
 

@@ -30,7 +30,7 @@ def read_prompts(service: Service, asked: Request) -> list[list[int]]:
         raise Refusal(400, f"{wanted} answers in one request; this server has room for {service.thread.most}", param="n")
     try:
         if isinstance(asked, ChatRequest):
-            return [served.encode_chat([m.turn() for m in asked.messages], asked.offered)]
+            return [served.encode_chat([m.turn() for m in asked.messages], asked.offered, asked.chat_template_kwargs or {})]
         assert isinstance(asked, CompletionRequest)
         found = [served.encode(p) if isinstance(p, str) else p for p in asked.prompts]
     except FiresteelError as e:

@@ -26,7 +26,7 @@ class Served:
     Attributes:
         name: what clients ask for.
         encode: text -> token ids; like `encode_chat` it runs in a thread of its own, one call at a time, and raises a FiresteelError where it cannot.
-        encode_chat: turns (`role`, `content` ...) and tools -> token ids of the prompt.
+        encode_chat: turns (`role`, `content` ...), tools and options of the template -> token ids of the prompt.
         decode: token ids -> text without special tokens.
         token_text: one token's text, special tokens shown.
         eos_ids: tokens that end an answer.
@@ -36,7 +36,7 @@ class Served:
 
     name: str
     encode: Callable[[str], list[int]]
-    encode_chat: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[int]]
+    encode_chat: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]], list[int]]
     decode: Callable[[list[int]], str]
     token_text: Callable[[int], str]
     eos_ids: frozenset[int]

@@ -66,7 +66,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     contract = make_contract(
         config,
         target.spec,
-        thinking=None,
+        template_options=recipe.target.template_options,
         temperatures=tuple(found["temperatures"]) if found else (),
         promise=Promise(
             acceptance_length=about["acceptance_length"],

@@ -49,7 +49,8 @@ def target_settings(line: Line) -> dict[str, Any]:
     template = line.recipe.target.chat_template
     if template is not None and (file := Path(template).expanduser()).is_file():
         settings["chat_template"] = hash_file(file)
-    return settings
+    options = line.recipe.target.template_options
+    return {**settings, "template_options": options} if options else settings
 
 
 def target_identity(line: Line) -> dict[str, Any]:

@@ -74,8 +74,9 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
     known = read_answers(writer / _WORK) if (writer / _WORK).is_file() else {}
     if recipe.answers is not None:
         known = {**read_answers(find_answers_file(recipe.answers)), **known}
-    fingerprint, template = line.target.spec.fingerprint, prompts_stage.target_settings(line)["chat_template"]
-    identity = fingerprint if template is None else f"{fingerprint} {template}"
+    settings = prompts_stage.target_settings(line)
+    told = [line.target.spec.fingerprint, settings["chat_template"], json.dumps(o, sort_keys=True) if (o := settings.get("template_options")) else None]
+    identity = " ".join(t for t in told if t is not None)
     sampling = {split: sampling_of(line, split) for split in SPLITS}
     jobs: dict[str, list[_Job]] = {}
     for split in SPLITS:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,12 @@ def recipe_settings(package: Path) -> dict[str, Any]:
     if contract is None:
         raise CheckpointError(f"{package} has no contract", mend="`firesteel convert` with --target writes one")
     source = {"builtin": "nine-domains", "split": "eval"}
-    return {"name": NAME, "target": {"model": contract.target_name}, "prompts": {"sources": [source]}, "train": {"max_steps": 1}}
+    return {
+        "name": NAME,
+        "target": {"model": contract.target_name, "template_options": contract.template_options},
+        "prompts": {"sources": [source]},
+        "train": {"max_steps": 1},
+    }
 
 
 def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None:
@@ -87,6 +92,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
     most = loaded.config.num_drafts
     if recipe.serve.tokens is not None and recipe.serve.tokens > most:
         raise RecipeError(f"serve.tokens={recipe.serve.tokens}, but the drafter drafts {most} a round", mend=f"set serve.tokens to at most {most}")
+    warn_of_template(line, loaded.contract.template_options)
     speculative = speculative_config(loaded.config, loaded.contract, str(folder.absolute()))
     speculative["num_speculative_tokens"] = recipe.serve.tokens or loaded.contract.speculative_tokens
     named = _target_name(line, loaded.config.algorithm)
@@ -128,6 +134,13 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         for text in tail(place / "server.log"):
             line.screen.say(f"  | {text}")
         raise
+
+
+def warn_of_template(line: Line, trained: Mapping[str, bool | int | str]) -> None:
+    """A drafter of answers with thinking accepts less of answers without, and the other way round."""
+    told = line.recipe.target.template_options
+    if told != trained:
+        line.screen.warn(f"serve: target.template_options is {told}; the drafter learnt from answers under {dict(trained)}: expect less acceptance")
 
 
 def _commands(line: Line, speculative: dict[str, Any], model: str) -> list[str]:

@@ -8,19 +8,22 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from firesteel import __version__
 from firesteel.artifact import write_atomic
 from firesteel.decoding.batched.engine import Engine
 from firesteel.errors import ArtifactError, CheckpointError, RecipeError
 from firesteel.package.export import CONTRACT
+from firesteel.package.load import describe
 from firesteel.prompts.template import decode_ids, encode_prompt
 from firesteel.serving.server import Server
 from firesteel.serving.service import Served, Service
 from firesteel.serving.smoke import smoke_check
 from firesteel.stages.engine import open_engine
 from firesteel.stages.line import Line
-from firesteel.stages.serve import NAME, held_out
+from firesteel.stages.serve import NAME, held_out, warn_of_template
+from firesteel.target.template_options import check_options
 
 _SECONDS = 60
 # Tokens of a step up to which memory bounds it, and a core is left to the server and its clients.
@@ -52,6 +55,9 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
     except BaseException:
         server.close()
         raise
+    contract = None if folder is None else describe(folder)[1]
+    if contract is not None:
+        warn_of_template(line, contract.template_options)
     line.screen.say(f"serve: {_describe(line, engine)}")
     line.screen.say(f"serve: {server.url}/v1 (OpenAI's API), {server.url} (a page to try it), {server.url}/metrics; Ctrl-C stops it")
     if settings.api_key is None and settings.host not in ("127.0.0.1", "localhost", "::1"):
@@ -65,10 +71,15 @@ def served_model(line: Line) -> Served:
     target, tokenizer = line.target, line.target.tokenizer
     # Encoding happens in another thread than decoding, and a tokenizer is not made for two at once.
     encoder = copy.deepcopy(tokenizer)
+
+    def encode_chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]) -> list[int]:
+        check_options(encoder.chat_template, options, where="chat_template_kwargs")
+        return encode_prompt(encoder, messages, tools, where="the request", options=options)
+
     return Served(
         name=line.recipe.serve.model_name or line.recipe.target.model,
         encode=lambda text: list(encoder(text)["input_ids"]),
-        encode_chat=lambda messages, tools: encode_prompt(encoder, messages, tools, where="the request"),
+        encode_chat=encode_chat,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         token_text=lambda token: decode_ids(tokenizer, [token]),
         eos_ids=frozenset(target.spec.eos_ids),

@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 from firesteel import recipe as recipes
 from firesteel.errors import ResourceError, TargetError
 from firesteel.target.spec import files_fingerprint, fingerprint, weight_shapes
+from firesteel.target.template_options import with_options
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -213,7 +214,7 @@ def _auto_class(path: str, settings: recipes.Target) -> Any:
 
 
 def load_tokenizer(path: str, settings: recipes.Target) -> Any:
-    """Load the tokenizer, with `target.chat_template` in place of its own where given."""
+    """Load the tokenizer, with `target.chat_template` in place of its own where given, and `target.template_options` set in it."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as e:
@@ -225,6 +226,7 @@ def load_tokenizer(path: str, settings: recipes.Target) -> Any:
         if not template.is_file():
             raise TargetError(f"target.chat_template={template} does not exist", mend="give a file with a Jinja chat template")
         tokenizer.chat_template = template.read_text()
+    tokenizer.chat_template = with_options(tokenizer.chat_template, settings.template_options)
     if not tokenizer.chat_template:
         raise TargetError(f"target {settings.model} has no chat template", mend="set target.chat_template=FILE.jinja to the template it is served with")
     return tokenizer

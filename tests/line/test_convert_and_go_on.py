@@ -35,7 +35,7 @@ def dflash(make_line: MakeLine, tmp_path: Path) -> Path:
     spec = make_line().target.spec
     config = make_config(Drafter(algorithm="dflash", block_size=4, num_layers=1), configure.target_facts(spec), LAYERS, 3)
     torch.manual_seed(1)
-    contract = make_contract(config, spec, thinking=None, temperatures=(), promise=None, speculative_tokens=3)
+    contract = make_contract(config, spec, template_options={}, temperatures=(), promise=None, speculative_tokens=3)
     export(tmp_path / "dflash", get_spec("dflash").build(config).state_dict(), config, contract, target_ids=None, head_rows=None, dtype=torch.float32)
     return tmp_path / "dflash"
 

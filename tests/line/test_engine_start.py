@@ -45,7 +45,7 @@ def untrained(line: Line, folder: Path) -> Path:
     config, _ = configure(line, line.recipe.drafter.algorithm)
     torch.manual_seed(0)
     drafter = get_spec(config.algorithm).build(config)
-    contract = make_contract(config, line.target.spec, thinking=None, temperatures=(), promise=None, speculative_tokens=config.num_drafts)
+    contract = make_contract(config, line.target.spec, template_options={}, temperatures=(), promise=None, speculative_tokens=config.num_drafts)
     ids = torch.arange(config.draft_vocab_size) if config.reduced_vocab else None
     head = None if ids is None else line.target.head.weight[ids.to(line.target.device)]
     export(folder, drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)

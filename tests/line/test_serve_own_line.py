@@ -19,7 +19,7 @@ from tiny_target import recipe_settings, save_tiny_target
 
 from firesteel.cli.runner import run_line
 from firesteel.decoding.decode import decode_plain
-from firesteel.errors import ArtifactError, CheckpointError, RecipeError, VerificationError
+from firesteel.errors import ArtifactError, CheckpointError, RecipeError, TargetError, VerificationError
 from firesteel.prompts.template import encode_prompt
 from firesteel.recipe import recipe_from_dict
 from firesteel.stages import serve_own
@@ -170,3 +170,16 @@ def test_without_fastapi_the_extra_is_named() -> None:
     assert done.returncode == 1
     assert 'pip install "firesteel[server]"' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_clients_give_options_of_the_template(make_line: MakeLine, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking %}w7{% endif %}")
+    served = serve_own.served_model(make_line(target={"chat_template": str(file), "template_options": {"enable_thinking": True}}))
+    asked = [{"role": "user", "content": "w1"}]
+    said = [served.encode_chat(asked, None, options) for options in ({}, {"enable_thinking": True}, {"enable_thinking": False})]
+    assert said[0] == said[1] == [*said[2], 14]
+    with pytest.raises(TargetError, match=r"chat_template_kwargs has 'enable_thinkin', .*\n  -> did you mean enable_thinking"):
+        served.encode_chat(asked, None, {"enable_thinkin": False})
+    with pytest.raises(TargetError, match="chat_template_kwargs has 'tokenize', which is no option"):
+        served.encode_chat(asked, None, {"tokenize": True})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -91,6 +93,19 @@ def test_answers_on_file_under_another_template_are_not_taken(make_line: MakeLin
     other.recipe.name = "other"
     walk(other, 2)
     assert not any("on file" in text for text in other.screen.lines)
+
+
+def test_options_of_the_template_count(make_line: MakeLine, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE.replace("<|im_start|>assistant {% endif %}", "<|im_start|>assistant {% if thinking %}w7 {% endif %}{% endif %}"))
+    target: dict[str, Any] = {"chat_template": str(file)}
+    answers = tmp_path / "answers.jsonl"
+    shutil.copy(walk(make_line(target=target), 2).folder / "responses" / "train.jsonl", answers)
+    target["template_options"] = {"thinking": True}
+    thinking = make_line(target=target, responses={"answers": str(answers)})
+    assert current(walk(thinking, 2)) == set()
+    assert not any("on file" in text for text in thinking.screen.lines)
+    assert current(walk(make_line(target=target, responses={"answers": str(answers)}), 2)) == {"prompts", "responses"}
 
 
 def test_other_weights_in_the_same_folder_count(make_line: MakeLine, tmp_path: Path) -> None:

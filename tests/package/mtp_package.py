@@ -97,6 +97,6 @@ def export_head(folder: Path, target: Path, *, moe: bool = False) -> Path:
     spec = replace(TARGET, num_layers=LAYERS, hidden_size=32, vocab_size=40, norm_offset=1.0)
     norm = next(t for f in target.glob("*.safetensors") for n, t in load_file(f).items() if n == "model.norm.weight").float() + 1
     state = head_tensors(config, seed=2) | {"target_norm.weight": norm}
-    contract = make_contract(config, spec, thinking=None, temperatures=(), promise=None, speculative_tokens=2)
+    contract = make_contract(config, spec, template_options={}, temperatures=(), promise=None, speculative_tokens=2)
     export(folder, state, config, contract, target_ids=None, head_rows=None, dtype=torch.float32)
     return folder

@@ -122,7 +122,7 @@ def toy_contract(config: DraftConfig, **changes: Any) -> Contract:
     contract = make_contract(
         config,
         TARGET,
-        thinking="off",
+        template_options={"enable_thinking": False},
         temperatures=tuple(1.0 + 0.1 * k for k in range(config.num_drafts)) if config.confidence_head else (),
         promise=Promise(acceptance_length=2.5, rounds=100, accepted=150, draft_length=config.num_drafts, temperature=0.0, measured_on="validation"),
         speculative_tokens=config.num_drafts,

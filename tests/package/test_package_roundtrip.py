@@ -199,6 +199,7 @@ def test_the_contract_tells_of_the_target(tmp_path: Path) -> None:
     contract = json.loads((tmp_path / "firesteel.json").read_text())["contract"]
     assert (contract["target_fingerprint"], contract["target_softcap"], contract["target_logit_scale"]) == ("0123456789abcdef", 30.0, 0.5)
     assert (contract["layer_convention"], contract["captured_stream"], contract["thinking"]) == ("hidden_states", "residual", "off")
+    assert contract["template_options"] == {"enable_thinking": False}
     assert contract["temperatures"] == pytest.approx([1.0, 1.1, 1.2, 1.3])
     assert contract["promise"]["acceptance_length"] == 2.5
     assert {"torch", "firesteel", "python"} <= contract["versions"].keys()
@@ -245,7 +246,7 @@ def test_layers_of_a_window_come_back(tmp_path: Path) -> None:
 
 def test_make_contract_refuses_more_tokens_than_a_block_drafts() -> None:
     with pytest.raises(CheckpointError, match=r"speculative_tokens=4.*drafts 3"):
-        make_contract(DFLASH, TARGET, thinking=None, temperatures=(), promise=None, speculative_tokens=4)
+        make_contract(DFLASH, TARGET, template_options={}, temperatures=(), promise=None, speculative_tokens=4)
 
 
 def test_what_a_checkpoint_says_needs_no_weights(tmp_path: Path) -> None:

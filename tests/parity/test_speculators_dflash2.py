@@ -249,5 +249,5 @@ def _export(folder: Path, drafter: DFlash2Drafter) -> None:
         fingerprint="0123456789abcdef",
         **vars(facts()),
     )
-    contract = make_contract(drafter.config, spec, thinking=None, temperatures=(), promise=None, speculative_tokens=drafter.config.num_drafts)
+    contract = make_contract(drafter.config, spec, template_options={}, temperatures=(), promise=None, speculative_tokens=drafter.config.num_drafts)
     export(folder, drafter.state_dict(), drafter.config, contract, target_ids=None, head_rows=None, dtype=torch.float32)

@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
         raise DataError(f"the toy has no word {e}") from None
 
 
-def encode_chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+def encode_chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]) -> list[int]:
     return [3 + len(tools or ()), *(i for m in messages for i in encode(m["content"]))]
 
 

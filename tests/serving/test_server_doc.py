@@ -27,7 +27,7 @@ def server() -> Iterator[Running]:
     def encode(text: str) -> list[int]:
         return [3 + len(word) for word in text.split()]
 
-    served = replace(SERVED, encode=encode, encode_chat=lambda messages, tools: encode(messages[0]["content"]))
+    served = replace(SERVED, encode=encode, encode_chat=lambda messages, tools, options: encode(messages[0]["content"]))
     with running(served=served) as found:
         yield found
 

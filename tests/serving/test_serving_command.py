@@ -51,7 +51,13 @@ def test_one_machine_and_several() -> None:
     recipe = recipe_from_dict(
         {
             "train": {"max_steps": 1},
-            "target": {"revision": "abc", "trust_remote_code": True, "dtype": "bfloat16", "chat_template": "t.jinja"},
+            "target": {
+                "revision": "abc",
+                "trust_remote_code": True,
+                "dtype": "bfloat16",
+                "chat_template": "t.jinja",
+                "template_options": {"enable_thinking": False},
+            },
             "serve": {"tensor_parallel": 8, "nodes": 2, "max_model_len": 4096, "args": ["--kv-cache-dtype", "fp8"]},
         }
     )
@@ -63,6 +69,7 @@ def test_one_machine_and_several() -> None:
     assert {k: pairs[k] for k in wanted} == wanted
     assert (pairs["--kv-cache-dtype"], pairs["--nnodes"], pairs["--node-rank"], pairs["--master-addr"]) == ("fp8", "2", "0", "$FIRST_NODE")
     assert json.loads(pairs["--speculative-config"]) == SPECULATIVE
+    assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert "--headless" not in words
     assert shlex.split(second)[-1] == "--headless"
     assert "--port" not in shlex.split(second)

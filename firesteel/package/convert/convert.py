@@ -115,5 +115,5 @@ def _contract(found: Foreign, target: TargetTables | None) -> tuple[Contract | N
     if target is None or own:
         why = f"the drafter has its own {' and '.join(own)}" if target else "without --target nobody knows which weights it belongs to"
         return None, (f"no firesteel.json: {why}",)
-    contract = make_contract(found.config, target.spec, thinking=None, temperatures=(), promise=None, speculative_tokens=found.config.num_drafts)
+    contract = make_contract(found.config, target.spec, template_options={}, temperatures=(), promise=None, speculative_tokens=found.config.num_drafts)
     return contract, ()

@@ -40,7 +40,7 @@ from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Bar, Line
 from firesteel.stages.runtime import Runtime, open_package
-from firesteel.stages.train import load_trained
+from firesteel.stages.train import load_trained, take
 from firesteel.target.loading import resolve_target
 
 HERE = Path(__file__).resolve().parent
@@ -94,10 +94,11 @@ def parse() -> argparse.Namespace:
 
 
 def read_documents(line: Line) -> tuple[list[Pair], int]:
-    """Token ids and loss masks of all documents, training first, and how many of them are for training."""
+    """Token ids and loss masks: first of the documents to train on, then of those that our training validates on; and how many are to train on."""
     hidden = line.input(extract.NAME)
     store = extract.open_store(line, hidden)
-    keys = [[d.key for d in extract.read_index(hidden, split)] for split in ("train", "validation")]
+    held_out = take(extract.read_index(hidden, "validation"), line.recipe.train.validation_tokens)
+    keys = [[d.key for d in listed] for listed in (extract.read_index(hidden, "train"), held_out)]
     samples = [store.get(k) for split in keys for k in split]
     return [(s.token_ids, s.loss_mask) for s in samples], len(keys[0])
 
@@ -116,7 +117,11 @@ class Arm:
 
     def data(self, line: Line) -> dict[str, Any]:
         """What its data are made of."""
-        return {"hidden": line.input(extract.NAME).manifest.content, "layer_ids": self.layer_ids(line)}
+        return {
+            "hidden": line.input(extract.NAME).manifest.content,
+            "layer_ids": self.layer_ids(line),
+            "validation_tokens": line.recipe.train.validation_tokens,
+        }
 
     def said(self, name: str) -> dict[str, Any]:
         """What a file of the arm says; empty without the file."""

@@ -141,7 +141,7 @@ def report(options: argparse.Namespace, theirs: list[str], timing: Timing, steps
         "planned_steps": steps,
         "epochs": epochs,
         "batches_per_epoch": timing.batches,
-        "seconds": timing.trained[-1],
+        "seconds": timing.trained[-1] if timing.trained else 0.0,
         "step_seconds": timing.step,
         "validation_seconds": timing.validation,
         "saving_seconds": timing.saving,

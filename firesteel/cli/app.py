@@ -203,6 +203,7 @@ def generate(
     folder: Annotated[Path, typer.Argument(help="A packaged drafter.")],
     target: Annotated[str, typer.Argument(help="The target it was trained for: a folder, hub name or pypi:PACKAGE.")],
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    overrides: Overrides = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
@@ -211,7 +212,7 @@ def generate(
     scheduled: Annotated[bool, typer.Option(help="Verify as much as pays by this machine's costs, measured once (docs/scheduling.md).")] = False,
 ) -> None:
     """Ask the target one thing with a packaged drafter, and show how much was drafted."""
-    _call("firesteel.cli.runner", "generate", folder, target, prompt, max_new_tokens, temperature, seed, module, rejection, scheduled)
+    _call("firesteel.cli.runner", "generate", folder, target, prompt, overrides or [], max_new_tokens, temperature, seed, module, rejection, scheduled)
 
 
 @app.command()

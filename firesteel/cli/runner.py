@@ -95,13 +95,22 @@ def run_line(line: Line) -> None:
 
 
 def generate(
-    folder: Path, target: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, module: str | None, rejection: str, scheduled: bool
+    folder: Path,
+    target: str,
+    prompt: str,
+    overrides: list[str],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    module: str | None,
+    rejection: str,
+    scheduled: bool,
 ) -> None:
     """One prompt through a packaged drafter."""
     _quiet()
-    settings = {"target": {"model": target}, "drafter": {"module": module}, "train": {"max_steps": 1}}
+    settings: dict[str, Any] = {"target": {"model": target}, "drafter": {"module": module}, "train": {"max_steps": 1}}
     settings["evaluate"] = {"max_new_tokens": max_new_tokens, "rejection": rejection}
-    recipe = recipe_from_dict({"name": "generate", "seed": seed, **settings})
+    recipe = recipe_from_dict(replace_settings({"name": "generate", "seed": seed, **settings}, overrides))
     generate_once(Line(recipe, ConsoleScreen()), folder, prompt, max_new_tokens, temperature, scheduled=scheduled)
 
 

@@ -77,7 +77,7 @@ def batch_script(recipe: Recipe, topology: Topology, processes: Sequence[Process
     gpus = c.slurm.gpus and nodes[0].kind != CPU
     if gpus:
         options["gpus-per-node"] = nodes[0].accelerators
-    lines = ["#!/bin/bash", *(f"#SBATCH --{k}={v}" for k, v in options.items()), "#SBATCH --exclusive", _HEAD]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{k}={v}" for k, v in options.items()), "#SBATCH --exclusive", "#SBATCH --mem=0", _HEAD]
     lines += [f'{variable(n.name)}="${{HOSTS[{i}]}}"' for i, n in enumerate(nodes)]
     lines.append(_BODY.replace("@LOGS@", quote(logs)))
     for role in ("master", "server"):

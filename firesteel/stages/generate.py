@@ -6,6 +6,7 @@ from pathlib import Path
 
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.decode import decode_speculative
+from firesteel.package.load import describe
 from firesteel.prompts.template import answer_text, encode_prompt
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import open_package
@@ -14,6 +15,9 @@ from firesteel.stages.schedule import make_scheduler
 
 def generate_once(line: Line, folder: Path, prompt: str, max_new_tokens: int, temperature: float, *, scheduled: bool = False) -> None:
     """Decode an answer and say how much of it was drafted; `scheduled`: verify as much as pays by this machine's measured costs."""
+    contract = describe(folder)[1]
+    if contract is not None and not line.recipe.target.template_options:
+        line.recipe.target.template_options = contract.template_options
     runtime = open_package(line, folder)
     ids = encode_prompt(line.target.tokenizer, [{"role": "user", "content": prompt}])
     found = decode_speculative(

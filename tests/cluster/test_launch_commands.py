@@ -145,6 +145,7 @@ def test_the_slurm_script_is_accepted(name: str, folder: Path, tmp_path: Path) -
         subprocess.run(["sbatch", "--test-only", script], check=True)
     head = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert f"#SBATCH --nodes={len(make_topology(made).nodes)}" in head
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0"} <= set(head)
     assert ("#SBATCH --gpus-per-node=4" in head) == (name == "rack")
 
 

@@ -35,7 +35,7 @@ def test_it_walks_the_line(make_line: MakeLine) -> None:
     about = json.loads((line.folder / "package" / "manifest.json").read_text())["about"]
     assert about["proof"]["decoded"] == pytest.approx(about["proof"]["promised"], abs=1e-9)
     # A process of its own, in which nobody has imported the module yet.
-    ask = ["generate", str(line.folder / "package"), line.recipe.target.model, "w1 w9 w33", "--max-new-tokens", "8"]
+    ask = ["generate", str(line.folder / "package"), line.recipe.target.model, "w1 w9 w33", "target.threads=1", "--max-new-tokens", "8"]
     script = [sys.executable, "-m", "firesteel.cli.app", *ask]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     told, untold = (subprocess.run(args, capture_output=True, text=True, env=env, check=False) for args in ([*script, "--module", "outside_drafter"], script))

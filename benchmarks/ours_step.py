@@ -131,6 +131,7 @@ def make_drafter(setting: dict[str, Any], target: LocalTarget) -> Any:
         block_size=setting["block_size"],
         markov_rank=setting["markov_rank"],
         attention="full",
+        draft_vocab_size=spec.vocab_size,  # the peer's default
         eagle=recipes.Eagle(**setting.get("eagle", {})),
     )
     config = make_config(wanted, facts, tuple(setting["layer_ids"]), setting["mask_token_id"])

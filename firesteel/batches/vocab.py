@@ -92,7 +92,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> DraftVocab:
     if not max(1, len(set(always))) <= size <= vocab_size:
         raise RecipeError(
             f"drafter.draft_vocab_size={size} must lie between {max(1, len(set(always)))} (the end tokens) and {vocab_size} (the target's vocabulary)",
-            mend="leave drafter.draft_vocab_size empty for the whole vocabulary",
+            mend=f"drafter.draft_vocab_size={vocab_size} is the whole vocabulary",
         )
     rank = counts.clone()
     rank[list(always)] = torch.iinfo(torch.int64).max

@@ -36,12 +36,31 @@ class TargetFacts:
     num_layers: int
 
 
-def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], mask_token_id: int | None) -> DraftConfig:
-    """The drafter that a recipe asks for. Sizes left empty are the target's.
+def draft_vocab_size(settings: recipes.Drafter, vocab_size: int, source: DraftConfig | None = None) -> int:
+    """How many tokens a drafter of these settings can propose, of a target with `vocab_size`.
+
+    What `drafter.draft_vocab_size` leaves open is as in the checkpoint to start from (`source`); without one it is the algorithm's own
+    default where the target has more tokens, and else the target's whole vocabulary.
+    """
+    spec = get_spec(settings.algorithm)
+    if settings.draft_vocab_size is not None:
+        return settings.draft_vocab_size
+    if source is not None:  # that of another target's drafter is none of this one's; `warm_config` refuses it
+        return source.draft_vocab_size if spec.reduced_vocab and source.vocab_size == vocab_size else vocab_size
+    return min(vocab_size, _or(spec.default_draft_vocab, vocab_size))
+
+
+def make_config(
+    settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequence[int], mask_token_id: int | None, source: DraftConfig | None = None
+) -> DraftConfig:
+    """The drafter that a recipe asks for. Sizes left empty are the target's; of the draft vocabulary see `draft_vocab_size`.
 
     The MLP is SwiGLU whatever the target's activation, since that is what servers run for these drafters. RoPE is the target's
     where its kind does not change with the length of the text; otherwise the drafter has plain RoPE of the target's theta (the
     config carries it, so that training and serving agree). An algorithm without heads or with one backbone ignores their settings.
+
+    Args:
+        source: the checkpoint that the drafter starts from, if any; what else it decides `warm_config` puts in.
 
     Raises:
         RecipeError: unknown names, layers that the target does not have, settings that contradict each other.
@@ -63,7 +82,7 @@ def make_config(settings: recipes.Drafter, facts: TargetFacts, layer_ids: Sequen
         num_kv_heads=num_heads if latent else _or(settings.num_kv_heads, facts.num_kv_heads),
         head_dim=settings.mla.qk_rope_head_dim if latent else _or(settings.head_dim, facts.head_dim),
         vocab_size=facts.vocab_size,
-        draft_vocab_size=_or(settings.draft_vocab_size, facts.vocab_size),
+        draft_vocab_size=draft_vocab_size(settings, facts.vocab_size, source),
         target_hidden_size=facts.hidden_size,
         layer_ids=tuple(layer_ids),
         block_size=settings.block_size,

@@ -101,6 +101,7 @@ register(
         options=eagles.eagle3_options,
         causal=True,
         masks=False,
+        default_draft_vocab=32_000,  # as the paper's checkpoints have
         method="eagle3",
     )
 )

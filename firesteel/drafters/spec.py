@@ -90,6 +90,7 @@ class DraftSpec:
         causal: whether slots see only earlier slots; None leaves it to the recipe.
         masks: whether it needs a mask token.
         reduced_vocab: whether a reduced draft vocabulary is possible.
+        default_draft_vocab: size of the draft vocabulary where the recipe leaves it open and the target's is larger; None: the target's whole one.
         method: vLLM's name of it in `--speculative-config`.
         serving: more of that config.
         limits: what a user must know before serving, a sentence each.
@@ -124,6 +125,7 @@ class DraftSpec:
     causal: bool | None = None
     masks: bool = True
     reduced_vocab: bool = True
+    default_draft_vocab: int | None = None
     method: str = ""
     serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
     limits: Callable[[DraftConfig], list[str]] = _no_limits

@@ -126,7 +126,7 @@ def init_from_checkpoint(
     if counted:
         raise RecipeError(
             f"drafter.init={where}: {counted[0]} counts by draft ids, and those of the checkpoint mean other tokens than the recipe's",
-            mend="use a checkpoint without it, or leave drafter.draft_vocab_size as the checkpoint has it",
+            mend="use a checkpoint without it, or leave out drafter.draft_vocab_size: the drafter then has the checkpoint's vocabulary",
         )
     for name, tensor in tensors.items():
         own[name].copy_(tensor)

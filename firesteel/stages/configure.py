@@ -46,7 +46,7 @@ def configure(line: Line, algorithm: str) -> tuple[DraftConfig, LoadedDraft | No
     mask = settings.mask_token_id if warm is None or settings.mask_token_id is not None else warm.config.mask_token_id
     if mask is None and get_spec(algorithm).masks:
         mask = pick_mask_token(line.target.tokenizer, spec.vocab_size, spec.eos_ids)
-    config = make_config(settings, target_facts(spec), line.layer_ids, mask)
+    config = make_config(settings, target_facts(spec), line.layer_ids, mask, None if warm is None else warm.config)
     config = get_spec(algorithm).adapt(config, line.target.text_config, spec.num_layers)
     return (config if warm is None else warm_config(config, warm.config, settings.init)), warm
 

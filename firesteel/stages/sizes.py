@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from firesteel.cluster.shapes import DrafterShape, TargetShape, read_target, text_config
@@ -10,6 +12,7 @@ from firesteel.drafters.config import FULL, DraftConfig
 from firesteel.drafters.registry import get_spec
 from firesteel.recipe import Recipe
 from firesteel.stages.line import pick_layer_ids
+from firesteel.stages.warm import warm_described
 
 # Which parameters meet context tokens: these alone, and keys and values, which slots have as well.
 _CONTEXT = ("fc.", "context_proj.")
@@ -47,7 +50,9 @@ def draft_config(recipe: Recipe, target: TargetShape) -> DraftConfig:
         num_layers=target.layers,
     )
     mask = 0 if recipe.drafter.mask_token_id is None else recipe.drafter.mask_token_id
-    config = make_config(recipe.drafter, facts, pick_layer_ids(recipe, target.layers), mask)
+    # A checkpoint to start from decides the draft vocabulary; a plan may be made where it does not lie.
+    source = warm_described(recipe.drafter) if Path(recipe.drafter.init).is_dir() else None
+    config = make_config(recipe.drafter, facts, pick_layer_ids(recipe, target.layers), mask, source)
     return get_spec(config.algorithm).adapt(config, text_config(recipe.target.model), target.layers)
 
 

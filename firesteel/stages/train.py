@@ -14,18 +14,21 @@ from torch import nn
 from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.packing import BlockLayout
 from firesteel.batches.vocab import DraftVocab, build_vocab, count_supervised
+from firesteel.drafters.build import draft_vocab_size
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError, TrainingError
 from firesteel.hidden.feed import SampleFeed
 from firesteel.hidden.stores import HiddenStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
+from firesteel.package.load import LoadedDraft
+from firesteel.recipe import Drafter
 from firesteel.stages import extract, stream
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.configure import algorithms, begin_as_target, configure, start_from_target
 from firesteel.stages.extract import Listed
 from firesteel.stages.line import Line
-from firesteel.stages.warm import begin, warm_key
+from firesteel.stages.warm import begin, warm_described, warm_key
 from firesteel.training.checkpoint import BEST, STATE, load_best
 from firesteel.training.data import BatchSource, held_out_batches
 from firesteel.training.events import JOURNAL
@@ -138,7 +141,7 @@ def take(listed: list[Listed], tokens: int) -> list[Listed]:
 def _run_one(line: Line, hidden: Artifact, algorithm: str, counts: Callable[[], torch.Tensor]) -> Artifact:
     recipe, drafter = line.recipe, line.recipe.drafter_of(algorithm)
     settings = {
-        "drafter": {**drafter.model_dump(), "init": warm_key(drafter)},
+        "drafter": {**drafter.model_dump(), "init": warm_key(drafter), **_vocab_key(line, drafter)},
         "loss": recipe.loss.model_dump(),
         "train": recipe.train.model_dump(exclude={"checkpoint_minutes", "compile", "parallel", "context_ranks"}),
         "seed": recipe.seed,
@@ -151,9 +154,8 @@ def _run_one(line: Line, hidden: Artifact, algorithm: str, counts: Callable[[], 
 def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, counts: Callable[[], torch.Tensor]) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
     settings = recipe.drafter_of(algorithm)
-    size = settings.draft_vocab_size
-    vocab = None if size is None or size == target.spec.vocab_size else build_vocab(counts(), size, target.spec.eos_ids)
     config, warm = configure(line, algorithm)
+    vocab = _draft_vocab(line, settings, config, warm, counts)
     frozen = target.checksum()
     with line.screen.bar(f"training {algorithm}", 1.0) as bar:
 
@@ -211,6 +213,24 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
         "coverage": None if vocab is None else vocab.coverage(counts()),
         "target": target.spec.to_dict(),
     }
+
+
+def _vocab_key(line: Line, settings: Drafter) -> dict[str, Any]:
+    """What stands for an empty `drafter.draft_vocab_size` in a training artifact's settings, where that is not the target's whole vocabulary."""
+    source, whole = warm_described(settings), line.target.spec.vocab_size
+    size = draft_vocab_size(settings, whole, source)
+    if settings.draft_vocab_size is not None or size == whole:
+        return {}
+    return {"draft_vocab_size": size if source is None else f"{size} of the checkpoint"}
+
+
+def _draft_vocab(line: Line, settings: Drafter, config: DraftConfig, warm: LoadedDraft | None, counts: Callable[[], torch.Tensor]) -> DraftVocab | None:
+    """The reduced vocabulary, or None: the checkpoint's own where the recipe leaves its size to it, else the most frequent tokens."""
+    if not config.reduced_vocab:
+        return None
+    if settings.draft_vocab_size is None and warm is not None and warm.target_ids is not None:
+        return DraftVocab(warm.target_ids, config.vocab_size)
+    return build_vocab(counts(), config.draft_vocab_size, line.target.spec.eos_ids)
 
 
 def _counts(line: Line, hidden: Artifact) -> torch.Tensor:

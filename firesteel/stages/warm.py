@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from firesteel.artifact import hash_file
 from firesteel.batches.vocab import DraftVocab
+from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.warm import init_from_checkpoint
 from firesteel.errors import CheckpointError, RecipeError
 from firesteel.package.export import WEIGHTS
-from firesteel.package.load import LoadedDraft, load
+from firesteel.package.load import LoadedDraft, describe, load
 from firesteel.recipe import Drafter
 
 
@@ -31,7 +32,7 @@ def warm_source(settings: Drafter) -> LoadedDraft | None:
     try:
         loaded = load(folder)
     except CheckpointError as e:
-        raise CheckpointError(f"drafter.init={settings.init}: {e.message}", mend=f"of another layout? firesteel convert {settings.init} NEW_FOLDER") from None
+        raise _unread(settings, e) from None
     own = [
         name for name, table in (("an embedding", loaded.embed), ("an LM head", None if loaded.config.reduced_vocab else loaded.head_rows)) if table is not None
     ]
@@ -41,6 +42,21 @@ def warm_source(settings: Drafter) -> LoadedDraft | None:
             mend="firesteel convert --target TARGET leaves out copies of the target's tables",
         )
     return loaded
+
+
+def warm_described(settings: Drafter) -> DraftConfig | None:
+    """What the checkpoint to begin with says of itself, or None; its weights are not read.
+
+    Raises:
+        RecipeError, CheckpointError: as `warm_source`, for the files that are read.
+    """
+    folder = _folder(settings)
+    if folder is None:
+        return None
+    try:
+        return describe(folder)[0]
+    except CheckpointError as e:
+        raise _unread(settings, e) from None
 
 
 def warm_key(settings: Drafter) -> str:
@@ -55,6 +71,10 @@ def warm_key(settings: Drafter) -> str:
     if not (folder / WEIGHTS).is_file():
         warm_source(settings)  # says what is wrong with it
     return hash_file(folder / WEIGHTS)
+
+
+def _unread(settings: Drafter, error: CheckpointError) -> CheckpointError:
+    return CheckpointError(f"drafter.init={settings.init}: {error.message}", mend=f"of another layout? firesteel convert {settings.init} NEW_FOLDER")
 
 
 def _folder(settings: Drafter) -> Path | None:

@@ -99,6 +99,12 @@ def test_the_drafter_is_counted_to_the_parameter() -> None:
     assert shape.slot == 5 * (2 * 7168 * 96 * 64 + 3 * 7168 * 14336) + 7168 + 256
 
 
+@pytest.mark.parametrize(("settings", "tokens"), [({}, 32_000), ({"draft_vocab_size": 163_840}, 163_840), ({"draft_vocab_size": 8192}, 8192)])
+def test_the_planned_vocabulary_is_the_trained_one(settings: dict[str, int], tokens: int) -> None:
+    recipe = recipe_from_dict({"name": "k3", "target": {"model": "Kimi-K3"}, "drafter": {"algorithm": "eagle3", **settings}, "train": {"max_steps": 1}})
+    assert drafter_shape(recipe, target_shape(recipe)).vocab == tokens
+
+
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [

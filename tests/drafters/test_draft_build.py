@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from firesteel.drafters.block import BlockDrafter
-from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.build import TargetFacts, draft_vocab_size, make_config
 from firesteel.drafters.config import FULL, SLIDING
 from firesteel.drafters.registry import get_spec, names
 from firesteel.errors import RecipeError
@@ -86,6 +86,29 @@ def test_rope_of_the_target() -> None:
 def test_contradictions_are_refused(settings: Drafter, facts: TargetFacts, layer_ids: list[int], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         make_config(settings, facts, layer_ids, 99)
+
+
+def test_eagle3_has_a_reduced_vocabulary_unless_told_otherwise() -> None:
+    large, eagle = replace(FACTS, vocab_size=151_936), Drafter(algorithm="eagle3")
+    config = make_config(eagle, large, [1], None)
+    assert (config.draft_vocab_size, config.vocab_size, config.reduced_vocab) == (32_000, 151_936, True)
+    assert make_config(eagle, replace(FACTS, vocab_size=32_000), [1], None).draft_vocab_size == 32_000
+    assert not make_config(eagle, FACTS, [1], None).reduced_vocab
+    assert not make_config(Drafter(algorithm="eagle3", draft_vocab_size=151_936), large, [1], None).reduced_vocab
+    assert make_config(Drafter(algorithm="eagle3", draft_vocab_size=8192), large, [1], None).draft_vocab_size == 8192
+    for name in set(names()) - {"eagle3"}:
+        assert draft_vocab_size(Drafter(algorithm=name), 151_936) == 151_936, name
+
+
+def test_an_empty_size_of_the_vocabulary_keeps_that_of_the_checkpoint() -> None:
+    eagle = Drafter(algorithm="eagle3")
+    whole = make_config(Drafter(algorithm="eagle3", draft_vocab_size=151_936), replace(FACTS, vocab_size=151_936), [1], None)
+    assert draft_vocab_size(eagle, 151_936, whole) == 151_936
+    small = replace(whole, draft_vocab_size=4096)
+    assert draft_vocab_size(eagle, 151_936, small) == 4096
+    assert draft_vocab_size(Drafter(algorithm="eagle3", draft_vocab_size=8192), 151_936, small) == 8192
+    assert draft_vocab_size(Drafter(algorithm="dflash2"), 151_936, replace(small, algorithm="dflash")) == 151_936, "it has no reduced vocabulary"
+    assert draft_vocab_size(eagle, 100, small) == 100, "a drafter of another target"
 
 
 def test_mask_token_outside_the_vocabulary_is_refused() -> None:

@@ -11,7 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
+from firesteel.drafters.rope import ROPE_KINDS
 from firesteel.errors import CheckpointError
+
+# RoPE of a part of each head, or of pictures: beside a scaling such a field changes what other readers compute.
+_PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 class ReadStrictly(BaseModel):
@@ -38,6 +42,7 @@ class LayerFields(ReadStrictly):
     rope_parameters: dict[str, Any] | None = None
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: Literal[1] | None = None
     use_sliding_window: bool | None = None
     sliding_window: int | None = None
     is_causal: bool | None = None
@@ -85,7 +90,7 @@ def layers_from_json(layers: LayerFields, where: str) -> dict[str, Any]:
     """Values of `DraftConfig` that the layers' fields give.
 
     Raises:
-        CheckpointError: fields that contradict each other, or a RoPE that a drafter does not have.
+        CheckpointError: fields that contradict each other, or a RoPE or a window that Firesteel's engine would not apply.
     """
     types = read_layer_types(layers, where)
     window = _window(layers, types, where)
@@ -128,6 +133,11 @@ def read_layer_types(layers: LayerFields, where: str) -> tuple[str, ...]:
 def _window(layers: LayerFields, types: tuple[str, ...], where: str) -> int | None:
     """The window of the sliding layers; Qwen3's own configuration forgets it unless `use_sliding_window` is true."""
     if SLIDING not in types:
+        if layers.use_sliding_window:
+            raise CheckpointError(
+                f"{where}: use_sliding_window is True (sliding_window {layers.sliding_window}), but layer_types has no sliding layer",
+                mend="state layer_types and use_sliding_window as the drafter was trained",
+            )
         return None
     if layers.sliding_window is None or (layers.model_type == "qwen3" and not layers.use_sliding_window):
         raise CheckpointError(
@@ -146,4 +156,10 @@ def _rope(layers: LayerFields, where: str) -> tuple[float, dict[str, Any] | None
         raise CheckpointError(f"{where}: rope_theta is {theta!r}, not a number", mend="state rope_parameters.rope_theta as the drafter was trained")
     if kind == "default" and len(rope) > 1:
         raise CheckpointError(f"{where}: rope_parameters has {', '.join(sorted(rope.keys() - {'rope_type'}))}: a drafter's positions are those of plain text")
+    partial = [name for name in _PARTIAL_ROPE if name in rope]
+    if kind not in ROPE_KINDS or partial:
+        raise CheckpointError(
+            f"{where}: RoPE of kind {kind!r}{f' with {partial[0]}' if partial else ''} is not what Firesteel's engine applies",
+            mend=f"kinds: {', '.join(ROPE_KINDS)}, over whole heads",
+        )
     return float(theta), None if kind == "default" else rope

@@ -15,6 +15,17 @@ from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.export import export
 from firesteel.package.load import load
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+# What a server would apply to these, and the engine here would not.
+FOREIGN_ROPE: list[tuple[dict[str, Any], list[str]]] = [
+    ({"rope_type": "dynamic", "factor": 2.0}, ["'dynamic'", "not what Firesteel's engine applies", "linear, llama3, yarn"]),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, ["'longrope'"]),
+    ({"rope_type": "proportional"}, ["'proportional'"]),
+    ({"rope_type": "linear", "factor": 2.0, "mrope_section": [2, 1, 1]}, ["'linear' with mrope_section"]),
+    ({"rope_type": "yarn", "factor": 2.0, "mrope_interleaved": True}, ["'yarn' with mrope_interleaved"]),
+    ({**LLAMA3, "partial_rotary_factor": 0.5}, ["'llama3' with partial_rotary_factor"]),
+]
+
 
 def refusal(folder: Path) -> str:
     with pytest.raises(CheckpointError) as e:
@@ -82,6 +93,13 @@ def test_broken_json(name: str, content: bytes, tmp_path: Path) -> None:
         ({"transformer_layer_config.hidden_size": "24"}, ["transformer_layer_config.hidden_size", "'24'"]),
         ({"transformer_layer_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}}, ["mrope_section"]),
         ({"transformer_layer_config.rope_parameters": {"rope_type": "default"}}, ["rope_theta is None"]),
+        *(({"transformer_layer_config.rope_parameters": {"rope_theta": 1e4, **rope}}, ["config.json", *words]) for rope, words in FOREIGN_ROPE),
+        (
+            {"transformer_layer_config.rope_scaling": {"type": "dynamic", "factor": 2.0}, "transformer_layer_config.rope_parameters": None},
+            ["rope_theta is None"],
+        ),
+        ({"transformer_layer_config.partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"transformer_layer_config.use_sliding_window": True}, ["config.json", "use_sliding_window is True", "no sliding layer"]),
         ({"transformer_layer_config.num_key_value_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"markov_head_type": "cubic"}, ["markov_head_type", "cubic"]),

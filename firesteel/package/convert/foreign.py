@@ -15,7 +15,6 @@ from torch import Tensor
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.layer_json import LayerFields, layers_from_json
 from firesteel.drafters.registry import get_spec
-from firesteel.drafters.rope import ROPE_KINDS, rope_kind
 from firesteel.drafters.warm import vocabulary_tensors
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.package.contract import Contract
@@ -23,8 +22,6 @@ from firesteel.package.convert.fields import ABSENT, Fields
 from firesteel.package.convert.files import read_tensors, weights_name
 from firesteel.package.export import vocab_tables
 from firesteel.package.keys import D2T, EMBED, HEAD, T2D, Key, check_tensors, drafter_keys
-
-_PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
@@ -83,17 +80,7 @@ def read_layers(fields: Fields, *, head_dim: int | None = None, rope_theta: floa
         raise CheckpointError(
             f"{fields.where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{value}", mend="state the field as the drafter was trained"
         ) from None
-    values = layers_from_json(layers, fields.where)
-    kind = rope_kind(values["rope_scaling"])
-    partial = [name for name in _PARTIAL_ROPE if name in (values["rope_scaling"] or {})]
-    if kind not in ROPE_KINDS or partial:
-        raise CheckpointError(
-            f"{fields.where}: RoPE of kind {kind!r}{f' with {partial[0]}' if partial else ''} is not what Firesteel's engine applies",
-            mend=f"kinds: {', '.join(ROPE_KINDS)}, over whole heads",
-        )
-    if layers.use_sliding_window and "sliding_attention" not in values["layer_types"]:
-        raise CheckpointError(f"{fields.where}: use_sliding_window is True (sliding_window {layers.sliding_window}), but layer_types has no sliding layer")
-    return values
+    return layers_from_json(layers, fields.where)
 
 
 def read_layer_ids(fields: Fields, *places: str, target_layers: int | None) -> tuple[int, ...]:

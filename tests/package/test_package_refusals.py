@@ -95,8 +95,12 @@ def test_broken_json(name: str, content: bytes, tmp_path: Path) -> None:
         ({"transformer_layer_config.rope_parameters": {"rope_type": "default"}}, ["rope_theta is None"]),
         *(({"transformer_layer_config.rope_parameters": {"rope_theta": 1e4, **rope}}, ["config.json", *words]) for rope, words in FOREIGN_ROPE),
         (
-            {"transformer_layer_config.rope_scaling": {"type": "dynamic", "factor": 2.0}, "transformer_layer_config.rope_parameters": None},
-            ["rope_theta is None"],
+            {
+                "transformer_layer_config.rope_parameters": None,
+                "transformer_layer_config.rope_theta": 1e4,
+                "transformer_layer_config.rope_scaling": {"type": "dynamic", "factor": 2.0},
+            },
+            ["'dynamic'"],
         ),
         ({"transformer_layer_config.partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"transformer_layer_config.use_sliding_window": True}, ["config.json", "use_sliding_window is True", "no sliding layer"]),

@@ -2,7 +2,8 @@
 
 Usage: python peer_eagle.py FOLDER...
 Each folder holds setting.json, data.safetensors and weights.safetensors; `peer.safetensors` is added: hidden and logits of the elements
-`[E, h]`, `[E, V]` in the order of `elements` (chain number, depth), loss `[1]`, and `grad.NAME` of each trained parameter.
+`[E, h]`, `[E, V]` in the order of `elements` (chain number, depth), loss `[1]`, and `grad.NAME` of each trained parameter. The model is saved as
+checkpoint `theirs` in the folder.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def forward(folder: Path) -> dict[str, Tensor]:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if unexpected or trained & set(missing):
         raise SystemExit(f"{folder.name}: parameters differ: {unexpected}, {sorted(trained & set(missing))}")
+    model.save_pretrained(folder / "theirs")
     length = len(data["token_ids"])
     batch = shift_batch(
         {

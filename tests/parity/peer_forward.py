@@ -3,7 +3,7 @@
 Usage: PYTHONPATH=benchmarks:benchmarks/peers python peer_forward.py FOLDER...
 Each folder holds setting.json, batch.safetensors and weights.safetensors; `peer.safetensors` is added: hidden `[N, g, h]`,
 logits `[N, g, V]`, targets `[N, g, V]`, mask `[N, g]`, confidence `[N, g]` (if any), loss `[1]`, and `grad.NAME` of each
-trained parameter.
+trained parameter. The model is saved as checkpoint `theirs` in the folder.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def forward(folder: Path) -> dict[str, Tensor]:
     loaded = load_weights(model, folder / "weights.safetensors")
     if loaded["missing"] or loaded["unexpected"]:
         raise SystemExit(f"{folder.name}: parameters differ: {loaded}")
+    model.save_pretrained(folder / "theirs")
     keywords, _ = type(model).get_trainer_kwargs(**vars(args))
     blocks = (len(data["anchors"]), setting["block_size"])
     found: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_target import HIDDEN, facts, save_target
+from parity_target import HIDDEN, facts, same_checkpoint, save_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from firesteel.drafters.build import make_config
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.hidden.stores import MemoryStore
 from firesteel.losses.weights import exponential_weights, uniform_weights
+from firesteel.package.load import load
 from firesteel.target.head import TargetHead
 from firesteel.training.data import BatchSource
 from firesteel.training.schedule import loss_weights
@@ -89,10 +90,12 @@ CASES = {
 
 @dataclass
 class Both:
-    """What the two sides say about a case."""
+    """What the two sides say about a case, our drafter, and the checkpoint that the peer wrote of it."""
 
     peer: dict[str, Tensor]
     ours: dict[str, Tensor]
+    drafter: BlockDrafter
+    their_checkpoint: Path
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +114,7 @@ def both(target: tuple[Path, TargetHead], tmp_path_factory: pytest.TempPathFacto
     script = Path(__file__).with_name("peer_forward.py")
     done = subprocess.run([str(PEER_PYTHON), str(script), *(str(work / name) for name in CASES)], env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {name: Both(load_file(work / name / "peer.safetensors"), ours[name]) for name in CASES}
+    return {name: Both(load_file(work / name / "peer.safetensors"), found, drafter, work / name / "theirs") for name, (drafter, found) in ours.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,10 +146,16 @@ def test_gradients_agree(both: dict[str, Both], name: str) -> None:
     for n in sorted(names):
         scale = float(peer[n].abs().max())
         assert scale > 0, f"{n}: the case does not reach this parameter"
-        torch.testing.assert_close(ours[n], peer[n], rtol=1e-4, atol=1e-5 * scale, msg=lambda text, n=n: f"{n}: {text}")
+        torch.testing.assert_close(ours[n], peer[n], rtol=1e-5, atol=1e-5 * scale, msg=lambda text, n=n: f"{n}: {text}")
 
 
-def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> dict[str, Tensor]:
+@pytest.mark.parametrize("name", CASES)
+def test_we_open_the_peers_checkpoint(both: dict[str, Both], name: str) -> None:
+    case = both[name]
+    same_checkpoint(load(case.their_checkpoint), case.drafter)
+
+
+def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> tuple[BlockDrafter, dict[str, Tensor]]:
     """Our side of a case; leaves the batch, the setting and the weights in `folder` for the peer."""
     folder.mkdir()
     torch.manual_seed(7)
@@ -187,7 +196,7 @@ def _ours(case: Case, folder: Path, target: Path, head: TargetHead) -> dict[str,
     }
     if confidence is not None:
         found["confidence"] = confidence
-    return {name: value.detach() for name, value in found.items()}
+    return drafter, {name: value.detach() for name, value in found.items()}
 
 
 def _sample(length: int, supervised: int, head: TargetHead) -> tuple[HiddenSample, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_target import HIDDEN, VOCAB, facts
+from parity_target import HIDDEN, VOCAB, facts, same_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from firesteel.drafters.registry import get_spec
 from firesteel.hidden.sample import HiddenSample, predictable_positions
 from firesteel.losses.fused import fused_loss
 from firesteel.losses.types import Head, LossWeights, Teacher
+from firesteel.package.load import load
 from firesteel.target.head import TargetHead
 from firesteel.training.tables import make_tables
 
@@ -66,37 +67,53 @@ CASES = {
 }
 
 
+@dataclass
+class Both:
+    """What the two sides say about a case, our drafter and its vocabulary, and the checkpoint that the peer wrote of it."""
+
+    peer: dict[str, Tensor]
+    ours: dict[str, Tensor]
+    drafter: nn.Module
+    vocab: DraftVocab | None
+    their_checkpoint: Path
+
+
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Case -> what the peer says, what we say."""
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Both]:
     work = tmp_path_factory.mktemp("eagles")
     ours = {name: _ours(case, work / name) for name, case in CASES.items()}
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("peer_eagle.py")
     done = subprocess.run([str(PEER_PYTHON), str(script), *(str(work / n) for n in CASES)], env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {name: (load_file(work / name / "peer.safetensors"), ours[name]) for name in CASES}
+    return {name: Both(load_file(work / name / "peer.safetensors"), found, *rest, work / name / "theirs") for name, (found, *rest) in ours.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("what", ["hidden", "logits", "loss"])
-def test_forward_agrees(both: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]], name: str, what: str) -> None:
-    peer, ours = both[name][0][what], both[name][1][what]
+def test_forward_agrees(both: dict[str, Both], name: str, what: str) -> None:
+    peer, ours = both[name].peer[what], both[name].ours[what]
     torch.testing.assert_close(ours, peer, rtol=1e-5, atol=1e-5 * float(peer.abs().max()))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_agree(both: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]], name: str) -> None:
-    peer, ours = both[name]
+def test_gradients_agree(both: dict[str, Both], name: str) -> None:
+    peer, ours = both[name].peer, both[name].ours
     names = {n for n in peer if n.startswith("grad.")}
     assert names == {n for n in ours if n.startswith("grad.")}
     for n in sorted(names):
         scale = float(peer[n].abs().max())
         assert scale > 0, f"{n}: the case does not reach this parameter"
-        torch.testing.assert_close(ours[n], peer[n], rtol=1e-4, atol=1e-5 * scale, msg=lambda text, n=n: f"{n}: {text}")
+        torch.testing.assert_close(ours[n], peer[n], rtol=1e-5, atol=1e-5 * scale, msg=lambda text, n=n: f"{n}: {text}")
 
 
-def _ours(case: Case, folder: Path) -> dict[str, Tensor]:
+@pytest.mark.parametrize("name", CASES)
+def test_we_open_the_peers_checkpoint(both: dict[str, Both], name: str) -> None:
+    case = both[name]
+    same_checkpoint(load(case.their_checkpoint), case.drafter, case.vocab)
+
+
+def _ours(case: Case, folder: Path) -> tuple[dict[str, Tensor], nn.Module, DraftVocab | None]:
     """Our side of a case; leaves document, setting and weights in `folder` for the peer."""
     folder.mkdir()
     torch.manual_seed(7)
@@ -135,7 +152,7 @@ def _ours(case: Case, folder: Path) -> dict[str, Tensor]:
     chosen = (elements[:, 0], elements[:, 1])
     found = {"hidden": rows.z[chosen], "logits": logits[chosen], "loss": result.loss.reshape(1)}
     found |= {f"grad.{n}": p.grad for n, p in drafter.named_parameters() if p.grad is not None}
-    return {name: value.detach() for name, value in found.items()}
+    return {name: value.detach() for name, value in found.items()}, drafter, vocab
 
 
 def _write(

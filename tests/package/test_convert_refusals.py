@@ -209,3 +209,35 @@ def test_known_harmless_fields_can_be_ignored(tmp_path: Path) -> None:
     assert opened(deepspec(tmp_path / "a", new_field=3), "ignore=[new_field]").config.block_size == DEEPSPEC["block_size"]
     nested = {**SPECFORGE["dflash_config"], "note": "x"}
     assert opened(specforge(tmp_path / "b", dflash_config=nested), "ignore=[dflash_config.note]").config.markov_rank == 6
+
+
+@pytest.mark.parametrize("place", ["residual_scale", "transformer_layer_config.qk_clip", "markov_bias"])
+def test_a_speculators_file_has_no_unknown_fields(place: str, tmp_path: Path) -> None:
+    """`load` alone does not look at them: engines do not either, and a server must not fail for a field that a trainer left."""
+    toy_export(tmp_path, DSPARK)
+    edit(tmp_path / "config.json", {place: 0.5})
+    message = refused(tmp_path)
+    assert f"config.json: {place} is 0.5, a field that Firesteel does not know" in message
+    assert f"ignore=[{place}]" in message
+    assert opened(tmp_path, f"ignore=[{place}]").config == DSPARK
+
+
+def test_what_transformers_writes_beside_the_shape_is_harmless(tmp_path: Path) -> None:
+    toy_export(tmp_path, DSPARK)
+    written = {"_name_or_path": "x", "transformers_version": "5.19.0", "auto_map": {"": "config.X"}, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    layers = {"initializer_range": 0.02, "use_cache": True, "bos_token_id": 1, "eos_token_id": [2], "pretraining_tp": 1, "transformers_version": "5.19.0"}
+    edit(tmp_path / "config.json", {**written, **{f"transformer_layer_config.{name}": value for name, value in layers.items()}})
+    assert opened(tmp_path).config == DSPARK
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_file_of_ours_converts_without_a_word(name: str, tmp_path: Path) -> None:
+    toy_export(tmp_path, CONFIGS[name])
+    (tmp_path / "firesteel.json").unlink()
+    assert opened(tmp_path).config.layer_ids == CONFIGS[name].layer_ids
+
+
+def test_an_unknown_kind_of_speculators_file_is_named(tmp_path: Path) -> None:
+    toy_export(tmp_path, DSPARK)
+    edit(tmp_path / "config.json", {"speculators_model_type": "medusa", "medusa_heads": 4})
+    assert "speculators_model_type is 'medusa'" in refused(tmp_path)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from firesteel.batches.vocab import DraftVocab
 from firesteel.drafters.build import TargetFacts
 from firesteel.drafters.registry import get_spec
+from firesteel.package.convert.convert import read
 from firesteel.package.load import LoadedDraft
 from firesteel.target.head import TargetHead, make_head
 
@@ -68,6 +69,7 @@ def same_checkpoint(loaded: LoadedDraft, drafter: Any, vocab: DraftVocab | None 
     free = {"extra": shaping, "confidence_with_markov": loaded.config.confidence_with_markov, "max_position_embeddings": loaded.config.max_position_embeddings}
     assert loaded.config == replace(ours, **free)
     assert loaded.contract is None
+    assert read(loaded.folder, {}).config == loaded.config, "it is converted without a word about its fields"
     assert (loaded.target_ids is None) == (vocab is None)
     assert vocab is None or torch.equal(loaded.target_ids, vocab.target_ids)
     opened = get_spec(ours.algorithm).build(loaded.config)

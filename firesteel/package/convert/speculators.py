@@ -9,11 +9,11 @@ from typing import Any
 from safetensors.torch import save_file
 
 from firesteel.artifact import disk_error, write_atomic
-from firesteel.drafters.layer_json import window_of
+from firesteel.drafters.layer_json import LayerFields, window_of
 from firesteel.drafters.registry import get_spec, names
 from firesteel.package.config_json import to_speculators
 from firesteel.package.contract import Contract
-from firesteel.package.convert.fields import Fields
+from firesteel.package.convert.fields import HARMLESS, Fields
 from firesteel.package.convert.files import CONFIG, WEIGHTS
 from firesteel.package.convert.foreign import Foreign
 from firesteel.package.export import export, vocab_tables
@@ -21,6 +21,20 @@ from firesteel.package.keys import D2T, EMBED, HEAD, T2D
 from firesteel.package.load import load
 
 NAME = "speculators"
+# The frame around an algorithm's own fields; the last two tell how the peer trained or built it, and shape nothing.
+_FRAME = (
+    "speculators_model_type",
+    "speculators_version",
+    "speculators_config",
+    "transformer_layer_config",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "embed_requires_grad",
+    "has_no_defaults_at_init",
+)
 # Readers of the format disagree about these where they are absent, so reading refuses that.
 _SAID = ("sample_from_anchor", "norm_before_residual")
 
@@ -29,12 +43,12 @@ def read(folder: Path, fields: Fields) -> Foreign:
     """Read a checkpoint of this format, one of ours or another's.
 
     Raises:
-        CheckpointError: as `load.load`, or file and user contradict each other.
+        CheckpointError: as `load.load`, a field that nobody knows, or file and user contradict each other.
     """
     kind = fields.data["speculators_model_type"]
-    schema = get_spec(kind).schema.model_fields if kind in names() else {}
+    schema = get_spec(kind).schema.model_fields if kind in names() else dict.fromkeys(fields.data)  # an unknown kind is refused by `load`
     said = {name: fields.one(name, name) for name in _SAID if name in schema and name in fields.given}
-    fields.use(*fields.data)
+    fields.use(*_FRAME, *schema, *(f"transformer_layer_config.{name}" for name in (*LayerFields.model_fields, "dtype", "torch_dtype", *HARMLESS)))
     layers = fields.one("target_layers", rule=None)
     fields.finish()
     loaded = load(folder, said=said)

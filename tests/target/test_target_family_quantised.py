@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packed_targets import folder_with, int4_folder
-from target_families import LAYERS, PROMPT, VOCABULARY, check_close, document, make_model, own_states, write
+from target_families import LAYERS, PROMPT, VOCABULARY, Tiny, check_close, document, make_model, own_states, write
+from target_training import learns_and_changes_no_text
 from torch import Tensor
 
 from firesteel.decoding.decode import decode_plain
@@ -25,10 +27,11 @@ EVERY = tuple(range(LAYERS + 1))
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def check_target(loaded: Any, plain: Any) -> None:
-    """Facts, states, logits and decoding of the loaded target are those of the float model."""
+def check_target(loaded: Any, plain: Any, folder: Path) -> None:
+    """Facts, states, logits and decoding of the loaded target are those of the float model; a drafter learns from it and changes none of its text."""
     spec = read_spec(loaded, "quantised", ())
-    target = LocalTarget(spec, loaded, None, make_head(loaded, spec.logit_scale, spec.softcap))
+    head = make_head(loaded, spec.logit_scale, spec.softcap)
+    target = LocalTarget(spec, loaded, None, head)
     assert (spec.hidden_size, spec.vocab_size, spec.norm_offset) == (32, VOCABULARY, 0.0)
     text = write(plain, torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(2)))[0]
     (sample,) = capture_documents(target, make_reader(loaded, EVERY), [document("a", text)], EVERY)
@@ -40,8 +43,10 @@ def check_target(loaded: Any, plain: Any) -> None:
     assert session.engine_name == "generic"
     assert decode_plain(session, text[:PROMPT].tolist(), max_new_tokens=len(text) - PROMPT, eos_ids=()).tokens == text[PROMPT:].tolist()
     assert fingerprint(loaded) == spec.fingerprint
+    learns_and_changes_no_text(Tiny(loaded, spec, head, text), folder / "training")
 
 
+@pytest.mark.lossless
 def test_int4_in_compressed_tensors(tmp_path):
     pytest.importorskip("compressed_tensors")
     plain = make_model("llama")
@@ -49,10 +54,11 @@ def test_int4_in_compressed_tensors(tmp_path):
     loaded = load_model(settings.model, settings)
     assert fast_twin(loaded) is loaded, "a quantised linear layer may do more than its weight tells"
     sums = weights_checksum(loaded)
-    check_target(loaded, plain)
+    check_target(loaded, plain, tmp_path)
     assert weights_checksum(loaded) == sums, "the weights are unpacked before they are hashed"
 
 
+@pytest.mark.lossless
 def test_mxfp4_experts(tmp_path):
     plain = make_model("gpt_oss")
     tensors: dict[str, Tensor] = {}
@@ -71,7 +77,7 @@ def test_mxfp4_experts(tmp_path):
     settings = folder_with(tmp_path, plain, tensors, gone, {"quant_method": "mxfp4"})
     loaded = load_model(settings.model, settings)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    check_target(loaded, plain)
+    check_target(loaded, plain, tmp_path)
 
 
 def test_a_format_without_its_package_is_named(tmp_path):

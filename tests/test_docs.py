@@ -54,7 +54,7 @@ def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
         if words[1] == "convert":
             read_overrides([w for w in words if "=" in w])
             assert "--to" not in words or words[words.index("--to") + 1] in OUT
-        if words[1] in VERBS - {"generate", "recipe", "convert", "stitch"} and len(words) > 2 and words[2].islower():
+        if words[1] in VERBS - {"generate", "convert", "stitch"} and len(words) > 2 and words[2].islower():
             _recipe(words[2], [w for w in words[3:] if not w.startswith("--")], tmp_path)
 
 

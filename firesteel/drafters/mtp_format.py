@@ -92,12 +92,18 @@ def adapt_to_target(config: DraftConfig, layer: Mapping[str, Any], num_layers: i
     """
     if config.layer_ids[-1] != num_layers:
         raise RecipeError(f"target.layer_ids={list(config.layer_ids)} lacks the target's last state, which an MTP head reads", mend=f"end it with {num_layers}")
+    plain = plain_layer(layer)
+    return replace(config, **_values(plain), extra={**config.extra, "layer": plain})
+
+
+def plain_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What shapes one layer with full attention, of a target's text configuration as Transformers writes it."""
     kept = {k: v for k, v in layer.items() if not _BESIDE.fullmatch(k) and k not in _FOREIGN}
     rope = kept.get("rope_parameters") or {}
     kept = {k: v for k, v in kept.items() if k not in rope}  # older places of the same values
     kept |= {"num_hidden_layers": 1, "layer_types": [FULL]}
-    plain = json.loads(json.dumps(kept, default=str))
-    return replace(config, **_values(plain), extra={**config.extra, "layer": plain})
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
 
 
 def check_mtp(config: DraftConfig) -> None:
@@ -133,8 +139,12 @@ def mtp_layer_json(config: DraftConfig) -> dict[str, Any]:
 
 
 def mtp_from_frame(own: MtpFields, layers: LayerFields, where: str) -> dict[str, Any]:
-    """An MTP head in the frame of other drafters: nobody writes one."""
-    raise CheckpointError(f"{where}: an MTP head does not come in this layout")
+    """An MTP head in the frame of other drafters has no place for its target's final norm.
+
+    Raises:
+        CheckpointError: always; `package.convert.mtp` reads such a file together with its target.
+    """
+    raise CheckpointError(f"{where}: an MTP head in this layout leaves out its target's final norm")
 
 
 def mtp_to_json(config: DraftConfig, *, dtype: str, speculative_tokens: int, target_layers: int) -> dict[str, Any]:

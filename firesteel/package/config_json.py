@@ -93,17 +93,37 @@ def from_speculators(data: dict[str, Any], *, where: str) -> Described:
             mend="the file must be a speculators checkpoint of a known algorithm; one of your own is registered by drafter.module (generate: --module)",
         )
     spec = get_spec(kind)
+    if spec.stitch:
+        raise CheckpointError(
+            f"{where}: {spec.title} in speculators' layout leaves out the final norm of its target, which every step needs",
+            mend="firesteel convert FOLDER NEW_FOLDER --target TARGET takes it from there",
+        )
     text = json.dumps(data)
     top, own = _read(_Top, text, where), _read(spec.schema, text, where)
     layers, frame = top.transformer_layer_config, top.speculators_config
-    if frame.algorithm != kind:
-        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, speculators_config.algorithm is {frame.algorithm!r}")
+    _check_kind(kind, frame.algorithm, where)
     values = layers_from_json(layers, where) | spec.from_json(own, layers, where)
     tokens = frame.proposal_methods[0].speculative_tokens
     # A chain of one token per step has no length of its own but the one it was trained for.
     values.setdefault("block_size", tokens)
     values |= {"algorithm": kind, "draft_vocab_size": top.draft_vocab_size, "target_hidden_size": top.target_hidden_size or layers.hidden_size}
     return _described(values, tokens, frame.verifier.name_or_path, data, where)
+
+
+def read_frame(data: dict[str, Any], where: str) -> tuple[int, str | None]:
+    """Tokens to draft per round and the target's name, or None: what the frame says of any drafter.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type, or the algorithm is another than the file declares.
+    """
+    frame = _read(_Framed, json.dumps(data), where).speculators_config
+    _check_kind(data.get("speculators_model_type"), frame.algorithm, where)
+    return frame.proposal_methods[0].speculative_tokens, frame.verifier.name_or_path
+
+
+def _check_kind(kind: object, algorithm: str, where: str) -> None:
+    if algorithm != kind:
+        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, speculators_config.algorithm is {algorithm!r}")
 
 
 def _from_native(native: Native, data: dict[str, Any], where: str) -> Described:
@@ -163,10 +183,15 @@ class _Algorithm(ReadStrictly):
     verifier: _Verifier
 
 
-class _Top(ReadStrictly):
-    """What every checkpoint states."""
+class _Framed(ReadStrictly):
+    """The frame alone."""
 
     speculators_config: _Algorithm
+
+
+class _Top(_Framed):
+    """What every checkpoint states."""
+
     transformer_layer_config: LayerFields
     draft_vocab_size: int
     target_hidden_size: int | None = None

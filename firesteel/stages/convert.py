@@ -21,7 +21,7 @@ def convert_once(line: Line | None, screen: Screen, source: Path, out: Path, to:
         RecipeError: an override that is not known.
     """
     given = read_overrides(overrides)
-    target = None if line is None else TargetTables(line.target.spec, line.target.head.embed, line.target.head.weight)
+    target = None if line is None else TargetTables(line.target.spec, line.target.head.embed, line.target.head.weight, lambda: line.target.norm_weight)
     found = read(source, given, target)
     c = found.config
     screen.say(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hybrid_target import save_hybrid_target
 from line_screen import QuietScreen
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_target import recipe_settings, save_tiny_target, write_prompts
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,8 @@ from firesteel.evaluation.report import read_report
 from firesteel.package.load import load
 from firesteel.package.stitch import stitch
 from firesteel.recipe import recipe_from_dict
+from firesteel.stages.configure import preflight
+from firesteel.stages.convert import convert_once
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import open_package
 from firesteel.stages.train import load_trained
@@ -110,6 +112,33 @@ def test_where_a_head_starts(mtp_folder: Path, tmp_path: Path) -> None:
     line = make(mtp_folder, tmp_path / "runs-bare", train=still, target={"model": str(bare)})
     for _, stage in LINE[:4]:
         stage(line)
+
+
+def test_training_goes_on_from_a_head_in_speculators_layout(mtp_folder: Path, tmp_path: Path) -> None:
+    """The target's native head under the peer's names, converted with its target: the new drafter begins as that head."""
+    line, theirs = make(mtp_folder, tmp_path / "runs"), tmp_path / "theirs"
+    native = read_native(line.recipe.target, "mtp.")
+    names = {"fc.": "input_proj.", "norm.": "final_layernorm.", "pre_fc_norm_hidden.": "hidden_layernorm.", "pre_fc_norm_embedding.": "token_layernorm."}
+
+    def renamed(name: str) -> str:
+        own = name.removeprefix("mtp.").removeprefix("layers.0.")
+        begin = next((b for b in names if own.startswith(b) and not name.startswith("mtp.layers.")), "")
+        return f"mtp_layers.0.{names.get(begin, '')}{own.removeprefix(begin)}"
+
+    theirs.mkdir()
+    save_file({renamed(n): t for n, t in native.items()}, theirs / "model.safetensors")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    frame = {"algorithm": "mtp", "proposal_methods": [proposal], "verifier": {"name_or_path": None, "architectures": []}}
+    layer = json.loads((mtp_folder / "target" / "config.json").read_text())
+    config = {"speculators_model_type": "mtp", "speculators_config": frame, "transformer_layer_config": layer, "num_nextn_predict_layers": 1}
+    (theirs / "config.json").write_text(json.dumps(config))
+
+    convert_once(line, QuietScreen(), theirs, tmp_path / "ours", "speculators", [])
+    more = make(mtp_folder, tmp_path / "more", drafter={"init": str(tmp_path / "ours")})
+    assert preflight(more) == preflight(line)
+    head = load(tmp_path / "ours")
+    assert all(torch.equal(head.tensors[n], t) for n, t in native.items())
+    torch.testing.assert_close(head.tensors["target_norm.weight"], line.target.norm_weight)
 
 
 def test_what_cannot_be_is_refused_before_anything_is_spent(mtp_folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from firesteel.artifact import disk_error, write_atomic
 from firesteel.errors import CheckpointError
 from firesteel.package.contract import Contract, make_contract
-from firesteel.package.convert import deepspec, dflash, eagle3, speculators
+from firesteel.package.convert import deepspec, dflash, eagle3, mtp, speculators
 from firesteel.package.convert.fields import Fields
 from firesteel.package.convert.files import CONFIG, WEIGHTS, read_json
 from firesteel.package.convert.foreign import Foreign, check_layer_ids, share
@@ -26,11 +26,12 @@ OUT = ("speculators", "deepspec", "sglang")
 
 @dataclass(frozen=True)
 class TargetTables:
-    """A loaded target: its facts, embedding and LM head `[V, H]`."""
+    """A loaded target: its facts, embedding and LM head `[V, H]`, and what its final norm multiplies by `[H]` (computed when it is needed)."""
 
     spec: TargetSpec
     embed: Tensor
     head: Tensor
+    norm: Callable[[], Tensor] | None = None
 
 
 def read(folder: Path, given: Mapping[str, Any], target: TargetTables | None = None) -> Foreign:
@@ -50,9 +51,12 @@ def read(folder: Path, given: Mapping[str, Any], target: TargetTables | None = N
     if target is not None and layout.name == eagle3.NAME and "num_target_layers" not in data:
         given.setdefault("target_layers", target.spec.num_layers)
     found = layout.read(folder, Fields(data, str(path), given))
+    if target is not None:
+        check_spec(found, target.spec)
+    if found.layout == mtp.NAME:
+        found = mtp.complete(found, None if target is None else target.norm)
     if target is None:
         return found
-    check_spec(found, target.spec)
     return replace(share(found, target.embed, target.head), target_layers=target.spec.num_layers)
 
 

@@ -13,6 +13,7 @@ from firesteel.drafters.layer_json import LayerFields, window_of
 from firesteel.drafters.registry import get_spec, names
 from firesteel.package.config_json import to_speculators
 from firesteel.package.contract import Contract
+from firesteel.package.convert import mtp
 from firesteel.package.convert.fields import HARMLESS, Fields
 from firesteel.package.convert.files import CONFIG, WEIGHTS
 from firesteel.package.convert.foreign import Foreign
@@ -46,6 +47,8 @@ def read(folder: Path, fields: Fields) -> Foreign:
         CheckpointError: as `load.load`, a field that nobody knows, or file and user contradict each other.
     """
     kind = fields.data["speculators_model_type"]
+    if kind == mtp.ALGORITHM:
+        return mtp.read(folder, fields)
     schema = get_spec(kind).schema.model_fields if kind in names() else dict.fromkeys(fields.data)  # an unknown kind is refused by `load`
     said = {name: fields.one(name, name) for name in _SAID if name in schema and name in fields.given}
     fields.use(*_FRAME, *schema, *(f"transformer_layer_config.{name}" for name in (*LayerFields.model_fields, "dtype", "torch_dtype", *HARMLESS)))

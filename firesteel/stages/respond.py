@@ -22,6 +22,7 @@ from firesteel.responses.generator import Generator
 from firesteel.responses.served import SHORTER, Answers, Completions, run_conversations
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Bar, Line
+from firesteel.stages.states import servers
 
 NAME = "responses"
 SPLITS = ("train", "validation")
@@ -107,7 +108,7 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
             raise DataError(f"no prompt of split {split} is answered; dropped: {'; '.join(dropped.lines())}", mend=SHORTER)
         write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers))
         about[split] = _summary(answers)
-        line.screen.say(f"responses: {split}: {_sentence(about[split])}")
+        line.screen.say(f"responses: {split}: {_sentence(about[split], recipe.max_new_tokens)}")
         if about[split]["tokens"] == 0:
             raise DataError(f"all {len(answers)} answers of split {split} are empty", mend="check target.chat_template: the target ends its turn at once")
     return about
@@ -138,7 +139,8 @@ def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict
     """The same from servers: each conversation goes on by itself. One with a prompt that they refuse is dropped; returns the keys of these."""
     recipe, target, made = line.recipe, line.target, 0
     refused, parts = set[str](), AnswerParts(target.tokenizer)
-    urls = recipe.responses.servers.urls or recipe.target.endpoints
+    # Where the target's states come from vLLM, the server of `extract-server` answers, too.
+    urls = recipe.responses.servers.urls or (servers(line) if recipe.target.engine == "vllm" else recipe.target.endpoints)
     if not urls:
         raise RecipeError("responses.engine=endpoints, but nobody is named to answer", mend="set responses.servers.urls=[http://HOST:PORT]")
     if not jobs:
@@ -179,6 +181,9 @@ def _summary(answers: Sequence[Answered]) -> dict[str, Any]:
     }
 
 
-def _sentence(summary: dict[str, Any]) -> str:
+def _sentence(summary: dict[str, Any], most: int) -> str:
+    """Cut answers are said as such, with their share: they end nowhere, and a drafter learns no end from them."""
+    cut, turns = summary["finish_reasons"].get("length", 0), summary["turns"]
     reasons = ", ".join(f"{n} {r}" for r, n in sorted(summary["finish_reasons"].items()))
-    return f"{summary['answers']} answers, {summary['tokens']} tokens, finish reasons: {reasons}"
+    share = f" ({cut / turns:.0%} cut at responses.max_new_tokens={most})" if cut else ""
+    return f"{summary['answers']} answers, {summary['tokens']} tokens, finish reasons: {reasons}{share}"

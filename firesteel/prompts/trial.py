@@ -42,14 +42,13 @@ def try_template(tokenizer: Any, end_ids: Iterable[int] = ()) -> str | None:
 
 
 def hides_tools(tokenizer: Any, prompt: Prompt) -> bool:
-    """Whether the prompt offers tools that the template does not show to the target.
-
-    Raises:
-        TemplateError: the template refuses the prompt.
-    """
+    """Whether a prompt that the template accepts offers tools that it does not show to the target."""
     if not prompt.tools:
         return False
-    shown, bare = (render(tokenizer, prompt.history([]), tools, generate=True, where=prompt.where) for tools in (prompt.tools, None))
+    try:
+        shown, bare = (render(tokenizer, prompt.history([]), tools, generate=True, where=prompt.where) for tools in (prompt.tools, None))
+    except TemplateError:  # calls without tools are refused: so it looks at them
+        return False
     return shown == bare
 
 

@@ -61,3 +61,5 @@ def test_tools_that_are_not_shown() -> None:
     for template, hidden in [(CHATML, False), (CODER, False), (LLAMA3, True), (QWEN3, True)]:
         assert hides_tools(byte_level(template), Prompt("p", "qa", messages, TOOLS)) is hidden
         assert hides_tools(byte_level(template), Prompt("p", "qa", messages)) is False
+    picky = byte_level(LLAMA3 + "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}")
+    assert hides_tools(picky, Prompt("p", "qa", messages, TOOLS)) is False

@@ -85,7 +85,10 @@ class Endpoints(Section):
 
 
 class Responders(Endpoints):
-    urls: list[str] = Field(default_factory=list, description="OpenAI-compatible servers of the target, such as http://host:8000; empty: target.endpoints.")
+    urls: list[str] = Field(
+        default_factory=list,
+        description="OpenAI-compatible servers of the target, such as http://host:8000; empty: those that capture (target.endpoints).",
+    )
     model: str | None = Field(None, description="The target's name there; empty: the only one that they list.")
     concurrency: int = Field(64, description="Requests under way at one endpoint.", ge=1)
     api_key_env: str | None = Field(None, description="Environment variable with the key that they ask for.")

@@ -13,6 +13,7 @@ after exactly the tokens that the target sees when it generates it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -277,6 +278,27 @@ def supervised_tokens(documents: Iterable[Document]) -> dict[str, int]:
     return counts
 
 
+def supervised_by_source(documents: Iterable[Document]) -> dict[str, int]:
+    """Supervised tokens per file that the rows come from (a source without the number of its row)."""
+    counts: dict[str, int] = {}
+    for document in documents:
+        name = re.sub(r"[:-]\d+$", "", document.source) or "unnamed"
+        counts[name] = counts.get(name, 0) + sum(document.loss_mask)
+    return counts
+
+
+def special_strings(tokenizer: Any) -> set[str]:
+    """Special tokens as text."""
+    added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return {s for s in added | set(tokenizer.all_special_tokens) if s}
+
+
+def first_difference(wanted: str, found: str) -> str:
+    """Where two texts part, in words."""
+    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+    return f"{wanted[at : at + 30]!r} became {found[at : at + 30]!r} at character {at}"
+
+
 def _align(tokenizer: Any, conversation: Conversation, turn: int, at: int, reason: FinishReason) -> _Answer:
     where = f"{conversation.where}, turn {turn + 1}"
     before, message, tools = conversation.messages[:at], conversation.messages[at], conversation.tools
@@ -284,12 +306,12 @@ def _align(tokenizer: Any, conversation: Conversation, turn: int, at: int, reaso
     through = render(tokenizer, [*before, message], tools, generate=False, where=where)
     if not through.startswith(start):
         raise TemplateError(
-            f"{where}: the chat template renders the conversation otherwise with the answer than before it: {_difference(start, through)}",
+            f"{where}: the chat template renders the conversation otherwise with the answer than before it: {first_difference(start, through)}",
             mend="where the generation prompt opens a reasoning block, the row needs `reasoning_content`; otherwise " + _OTHER_TEMPLATE,
         )
     closing = _closing(tokenizer, before, message, tools, where)
     emitted = through[len(start) :].removesuffix(closing.tail)
-    ending = next((e for e in sorted(_special_strings(tokenizer), key=len, reverse=True) if emitted.endswith(e)), None)
+    ending = next((e for e in sorted(special_strings(tokenizer), key=len, reverse=True) if emitted.endswith(e)), None)
     if ending is None:
         raise TemplateError(f"{where}: the chat template ends this answer with {emitted[-20:]!r}, not with an end-of-turn token", mend=_OTHER_TEMPLATE)
     if reason == "length":
@@ -307,7 +329,7 @@ def _closing(tokenizer: Any, before: Sequence[Message], message: Message, tools:
     _, found, after = text.rpartition(SENTINEL)
     if not found:
         raise TemplateError(f"{where}: the chat template does not show the answer's text as it is", mend=_OTHER_TEMPLATE)
-    ends = [(after.index(s), -len(s), s) for s in _special_strings(tokenizer) if s in after]
+    ends = [(after.index(s), -len(s), s) for s in special_strings(tokenizer) if s in after]
     if not ends:
         raise TemplateError(f"{where}: the chat template puts no end-of-turn token after an answer (it puts {after!r})", mend=_OTHER_TEMPLATE)
     at, _, end = min(ends)
@@ -352,18 +374,8 @@ def _assemble(answers: Sequence[_Answer], key: str, domain: str, source: str) ->
     return [d for d in documents if any(d.loss_mask)]
 
 
-def _special_strings(tokenizer: Any) -> set[str]:
-    added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    return {s for s in added | set(tokenizer.all_special_tokens) if s}
-
-
 def _shows(tokenizer: Any, messages: list[Message], tools: list[Tool] | None) -> bool:
     try:
         return SENTINEL in render(tokenizer, messages, tools, generate=True, where="a trial")
     except TemplateError:
         return False
-
-
-def _difference(wanted: str, found: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
-    return f"{wanted[at : at + 30]!r} became {found[at : at + 30]!r} at character {at}"

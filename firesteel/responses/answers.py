@@ -37,9 +37,15 @@ class Answered:
     half: bool = False
 
     def to_row(self) -> dict[str, Any]:
-        turns = [{"token_ids": t.token_ids, "text": t.text, "finish_reason": t.finish_reason} for t in self.turns]
-        row = {"key": self.key, "prompt_key": self.prompt_key, "sample": self.sample, "turns": turns}
+        row = {"key": self.key, "prompt_key": self.prompt_key, "sample": self.sample, "turns": [_turn_row(t) for t in self.turns]}
         return row | ({"half": True} if self.half else {})
+
+
+def _turn_row(turn: AnsweredTurn) -> dict[str, Any]:
+    """Parts that an answer does not have are not written: most targets' have neither."""
+    row: dict[str, Any] = {"token_ids": turn.token_ids, "text": turn.text, "finish_reason": turn.finish_reason}
+    parts = {"reasoning_content": turn.reasoning_content, "tool_calls": turn.tool_calls}
+    return row | {name: part for name, part in parts.items() if part is not None}
 
 
 def answer_key(prompt: Prompt, sample: int, sampling: dict[str, Any], target: str) -> str:

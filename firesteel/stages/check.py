@@ -12,6 +12,7 @@ from firesteel.errors import ResourceError
 from firesteel.hidden.stores import predict_bytes
 from firesteel.prompts.sources import load_sources
 from firesteel.prompts.template import prompt_tokens, template_facts
+from firesteel.prompts.trial import try_template
 from firesteel.responses.generate import Ask, Sampling
 from firesteel.responses.generator import Generator
 from firesteel.stages.configure import preflight
@@ -34,6 +35,8 @@ def run(line: Line) -> None:
     facts = template_facts(target.tokenizer)
     tools = "yes" if facts.tools else "no (prompts with tools are asked without)"
     say(f"chat template: system turns {'yes' if facts.system else 'NO'}, tools {tools}, ends a turn with {facts.end!r}")
+    if rewriting := try_template(target.tokenizer, target.spec.eos_ids):
+        say(f"chat template: {rewriting}")
     say(f"captured layers: {list(line.layer_ids)} of {target.spec.num_layers}; hidden size {target.spec.hidden_size}, vocabulary {target.spec.vocab_size}")
     train, held_out = (load_sources(recipe.prompts, split) for split in ("train", "eval"))
     extra = sum(s.synthesize or 0 for s in recipe.prompts.sources)

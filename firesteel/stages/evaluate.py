@@ -31,7 +31,8 @@ from firesteel.evaluation.report import build_report, headline, model_card_numbe
 from firesteel.evaluation.schema import SCHEMA_VERSION, Agreement, Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.dropped import Dropped
-from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.prompts.parts import AnswerParts
+from firesteel.prompts.template import AnsweredTurn, encode_prompt
 from firesteel.responses.answers import cut_torn_line
 from firesteel.stages import package as package_stage
 from firesteel.stages import prompts as prompts_stage
@@ -82,7 +83,7 @@ def show(line: Line) -> None:
 class _Evaluation:
     def __init__(self, line: Line, writer: ArtifactWriter) -> None:
         self.line, self.writer, self.settings = line, writer, line.recipe.evaluate
-        self.eos = line.target.spec.eos_ids
+        self.eos, self.parts = line.target.spec.eos_ids, AnswerParts(line.target.tokenizer)
         self.started = time.time()
         self.left_out: dict[tuple[str, str], tuple[str, str]] = {}  # by part and prompt: why, and where the prompt comes from
 
@@ -191,7 +192,7 @@ class _Evaluation:
                         break
                     generator = seeded(self.line.recipe.seed, int(prompt.key[:12], 16), n)
                     found = self._speculative(runtime, prompt_ids, runtime.num_drafts, temperature, generator)
-                    turns.append(AnsweredTurn(found.tokens, answer_text(self.line.target.tokenizer, found.tokens, found.finish_reason), found.finish_reason))  # type: ignore[arg-type]
+                    turns.append(self.parts.turn(prompt_ids, found.tokens, found.finish_reason, prompt.tools))
                     records.append(_record(prompt, n, drafter, temperature, found))
                     file.write(json.dumps({"step": 0, "part": part, "record": asdict(records[-1])}) + "\n")
                     file.flush()

@@ -17,7 +17,7 @@ from firesteel.hidden.sample import HiddenSample, check_sample, predictable_posi
 from firesteel.hidden.stores import DiskStore, HiddenStore, MemoryStore, predict_bytes
 from firesteel.kernels.linear import wants_half
 from firesteel.prompts.conversation import Prompt
-from firesteel.prompts.template import Document, build_document, supervised_tokens
+from firesteel.prompts.template import Document, build_document, supervised_by_source, supervised_tokens
 from firesteel.responses.answers import Answered
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
@@ -135,6 +135,7 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     streamed = recipe.hidden.store == "stream"
     place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB"
     line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {place}")
+    line.screen.say("hidden: supervised tokens by source: " + ", ".join(f"{n} of {name}" for name, n in supervised_by_source(every).items()))
     store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
     # Streamed states are made while training runs; a few are made here, to see that they are right.
     bad = _capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store)
@@ -156,6 +157,7 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     states = {**writer.settings["hidden"], "layer_ids": list(line.layer_ids), "target": target.spec.fingerprint}
     write_atomic(writer / "index.json", json.dumps(index if isinstance(store, DiskStore) else {**index, "states": states}))
     return {
+        "supervised_by_source": {s: supervised_by_source(docs) for s, docs in documents.items()},
         "target": target.spec.to_dict(),
         "layer_ids": list(line.layer_ids),
         "documents": {s: len(rows) for s, rows in index.items()},

@@ -16,14 +16,17 @@ from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.sources import BUILTIN_FOLDER, load_sources
 from firesteel.prompts.synthesis import UNSEEDED, accept_synthesized, continuation, draw_seed, synthesis_prefix
 from firesteel.prompts.template import keep_fitting
+from firesteel.prompts.trial import hides_tools, try_template
 from firesteel.recipe import Source
 from firesteel.responses.generate import Ask, Sampling
 from firesteel.responses.generator import Generator
+from firesteel.responses.kept import KeptAnswers
 from firesteel.stages.line import Line
 
 T = TypeVar("T")
 NAME = "prompts"
 SPLITS = ("train", "validation", "eval")
+_WORK = "synthesized.jsonl"
 _ROUNDS = 4  # prompts asked for at a time, in batches: a few are written for nothing at the end, and the batch stays full till then
 _OPENED = 320  # tokens behind an opening: some kinds of prompts bring a text along
 _SYNTHESIS = Sampling(max_new_tokens=160, temperature=1.0, top_p=0.95)
@@ -33,7 +36,7 @@ def run(line: Line) -> Artifact:
     """Read, check, synthesise, dedupe and split the prompts."""
     recipe = line.recipe
     settings = {"prompts": recipe.prompts.model_dump(), "seed": recipe.seed, "target": target_settings(line), "data": _source_hashes(line)}
-    return line.stage(NAME, settings, {}, lambda writer: _make(line, writer))
+    return line.stage(NAME, settings, {}, lambda writer: _make(line, writer), drop=(_WORK,))
 
 
 def read_prompts(artifact: Artifact, split: str) -> list[Prompt]:
@@ -59,7 +62,8 @@ def target_identity(line: Line) -> dict[str, Any]:
 
 
 def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
-    settings = line.recipe.prompts
+    settings, tokenizer = line.recipe.prompts, line.target.tokenizer
+    rewriting = try_template(tokenizer, line.target.spec.eos_ids)
     dropped, notes = Dropped(), Dropped()
     loaded: dict[str, list[Prompt]] = {}
     for split in ("train", "eval"):
@@ -67,11 +71,10 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
         loaded[split] = found.prompts
         dropped.merge(found.dropped)
         notes.merge(found.notes)
-    given = {split: list(rows) for split, rows in loaded.items()}
+    given, kept = {split: list(rows) for split, rows in loaded.items()}, KeptAnswers(writer / _WORK, line.target.spec.fingerprint)
     for number, source in enumerate(settings.sources):
         if source.synthesize is not None:
-            loaded[source.split] += _synthesize(line, source, number, given[source.split], dropped)
-    tokenizer = line.target.tokenizer
+            loaded[source.split] += _synthesize(line, source, number, given[source.split], dropped, kept)
     fitting = {split: keep_fitting(tokenizer, rows, settings.max_tokens, dropped) for split, rows in loaded.items()}
     unique = dedupe(fitting["train"], fitting["eval"], settings.near_duplicate)
     dropped.merge(unique.dropped)
@@ -84,6 +87,11 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
                 mend="give more rows in prompts.sources (split: train and split: eval), or raise prompts.max_tokens",
             )
         write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(p.to_row(), ensure_ascii=False) + "\n" for p in rows[split]))
+    for prompt in (p for found in rows.values() for p in found):
+        if hides_tools(tokenizer, prompt):
+            notes.add("the chat template does not show the prompt's tools: it is asked without them", prompt.where)
+        if rewriting and len(prompt.slots) > 1:
+            notes.add(f"in the chat template {rewriting}", prompt.where)
     for text in [*dropped.lines(), *notes.lines()]:
         line.screen.say(f"prompts: {text}")
     counts = {split: len(found) for split, found in rows.items()}
@@ -103,9 +111,9 @@ def _set_aside(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], l
     return [p for p in prompts if p.key not in chosen], [p for p in prompts if p.key in chosen]
 
 
-def _synthesize(line: Line, source: Source, number: int, known: Sequence[Prompt], dropped: Dropped) -> list[Prompt]:
+def _synthesize(line: Line, source: Source, number: int, known: Sequence[Prompt], dropped: Dropped, kept: KeptAnswers) -> list[Prompt]:
     """Let the target continue its own empty user turn, or openings of known prompts, until enough usable prompts are there (at most three
-    times as many tries).
+    times as many tries). What it wrote before a kill is `kept`.
 
     Raises:
         RecipeError: no known prompt is of a domain in `like`.
@@ -129,7 +137,7 @@ def _synthesize(line: Line, source: Source, number: int, known: Sequence[Prompt]
             names = [f"synthesis/{number}/{tried + i}" for i in range(min(size, 3 * count - tried))]
             seeds = [draw_seed(like, Random(f"{recipe.seed}/{name}")) if like else UNSEEDED for name in names]
             asks = [Ask(name, synthesis_prefix(target.tokenizer, seed)) for name, seed in zip(names, seeds, strict=True)]
-            for ask, seed, answer in zip(asks, seeds, generator.answers(asks, sampling, target.spec.eos_ids), strict=True):
+            for ask, seed, answer in zip(asks, seeds, kept.answers(generator, asks, sampling, target.spec.eos_ids), strict=True):
                 tried += 1
                 if answer.finish_reason == "length":
                     dropped.add("synthesized text too long", f"synthesized-{tried}")

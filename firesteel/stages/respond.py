@@ -14,13 +14,15 @@ from firesteel.endpoints.pool import RefusedError
 from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Message, Prompt
 from firesteel.prompts.dropped import Dropped
-from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.prompts.parts import AnswerParts
+from firesteel.prompts.template import AnsweredTurn, encode_prompt
 from firesteel.responses.answers import Answered, answer_key, append_answers, find_answers_file, read_answers
 from firesteel.responses.generate import Answer, Ask, Sampling
 from firesteel.responses.generator import Generator
 from firesteel.responses.served import SHORTER, Answers, Completions, run_conversations
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages.line import Bar, Line
+from firesteel.stages.states import servers
 
 NAME = "responses"
 SPLITS = ("train", "validation")
@@ -106,7 +108,7 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
             raise DataError(f"no prompt of split {split} is answered; dropped: {'; '.join(dropped.lines())}", mend=SHORTER)
         write_atomic(writer / f"{split}.jsonl", "".join(json.dumps(a.to_row(), ensure_ascii=False) + "\n" for a in answers))
         about[split] = _summary(answers)
-        line.screen.say(f"responses: {split}: {_sentence(about[split])}")
+        line.screen.say(f"responses: {split}: {_sentence(about[split], recipe.max_new_tokens)}")
         if about[split]["tokens"] == 0:
             raise DataError(f"all {len(answers)} answers of split {split} are empty", mend="check target.chat_template: the target ends its turn at once")
     return about
@@ -114,15 +116,15 @@ def _make(line: Line, writer: ArtifactWriter, prompts: Artifact) -> dict[str, An
 
 def _answer(line: Line, jobs: list[_Job], sampling: Sampling, precision: str, known: dict[str, Answered], work: Path, bar: Bar) -> None:
     target = line.target
-    generator = Generator(target.model, line.recipe.responses.batch_size, precision)
+    generator, parts = Generator(target.model, line.recipe.responses.batch_size, precision), AnswerParts(target.tokenizer)
     made = turn = 0
     while waiting := [j for j in jobs if not j.finished]:
         asks = [Ask(f"{j.key}/{turn}", encode_prompt(target.tokenizer, j.prompt.history(j.messages), j.prompt.tools, where=j.prompt.where)) for j in waiting]
 
-        def done(index: int, answer: Answer, waiting: list[_Job] = waiting) -> None:
+        def done(index: int, answer: Answer, waiting: list[_Job] = waiting, asks: list[Ask] = asks) -> None:
             nonlocal made
             job = waiting[index]
-            job.turns.append(_turn(target.tokenizer, answer))
+            job.turns.append(parts.turn(asks[index].token_ids, answer.token_ids, answer.finish_reason, job.prompt.tools))
             made += len(answer.token_ids)
             if job.finished:
                 known[job.key] = Answered(job.key, job.prompt.key, job.sample, job.turns, generator.half)
@@ -136,8 +138,9 @@ def _answer(line: Line, jobs: list[_Job], sampling: Sampling, precision: str, kn
 def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict[str, Answered], work: Path, bar: Bar, dropped: Dropped) -> set[str]:
     """The same from servers: each conversation goes on by itself. One with a prompt that they refuse is dropped; returns the keys of these."""
     recipe, target, made = line.recipe, line.target, 0
-    refused: set[str] = set()
-    urls = recipe.responses.servers.urls or recipe.target.endpoints
+    refused, parts = set[str](), AnswerParts(target.tokenizer)
+    # Where the target's states come from vLLM, the server of `extract-server` answers, too.
+    urls = recipe.responses.servers.urls or (servers(line) if recipe.target.engine == "vllm" else recipe.target.endpoints)
     if not urls:
         raise RecipeError("responses.engine=endpoints, but nobody is named to answer", mend="set responses.servers.urls=[http://HOST:PORT]")
     if not jobs:
@@ -154,7 +157,7 @@ def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict
                 dropped.add(_REFUSED, f"{job.prompt.where}: {e.message}")
                 bar.advance(len(job.prompt.slots) - len(job.turns))
                 return
-            job.turns.append(_turn(target.tokenizer, answer))
+            job.turns.append(parts.turn(ids, answer.token_ids, answer.finish_reason, job.prompt.tools))
             made += len(answer.token_ids)
             bar.advance(1, f"{made} tokens")
         answered = Answered(job.key, job.prompt.key, job.sample, job.turns)
@@ -168,11 +171,6 @@ def _answer_served(line: Line, jobs: list[_Job], sampling: Sampling, known: dict
     return refused
 
 
-def _turn(tokenizer: Any, answer: Answer) -> AnsweredTurn:
-    reason = "stop" if answer.finish_reason == "stop" else "length"
-    return AnsweredTurn(answer.token_ids, answer_text(tokenizer, answer.token_ids, reason), reason)  # type: ignore[arg-type]
-
-
 def _summary(answers: Sequence[Answered]) -> dict[str, Any]:
     turns = [t for a in answers for t in a.turns]
     return {
@@ -183,6 +181,9 @@ def _summary(answers: Sequence[Answered]) -> dict[str, Any]:
     }
 
 
-def _sentence(summary: dict[str, Any]) -> str:
+def _sentence(summary: dict[str, Any], most: int) -> str:
+    """Cut answers are said as such, with their share: they end nowhere, and a drafter learns no end from them."""
+    cut, turns = summary["finish_reasons"].get("length", 0), summary["turns"]
     reasons = ", ".join(f"{n} {r}" for r, n in sorted(summary["finish_reasons"].items()))
-    return f"{summary['answers']} answers, {summary['tokens']} tokens, finish reasons: {reasons}"
+    share = f" ({cut / turns:.0%} cut at responses.max_new_tokens={most})" if cut else ""
+    return f"{summary['answers']} answers, {summary['tokens']} tokens, finish reasons: {reasons}{share}"

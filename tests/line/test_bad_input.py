@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from templated_target import save_templated_target
 from tiny_target import save_tiny_target, write_prompts
 
 from firesteel import artifact
 from firesteel.cli.runner import LINE, run_line
-from firesteel.errors import CheckpointError, DataError, FiresteelError, RecipeError, ResourceError, TargetError, VerificationError
+from firesteel.errors import CheckpointError, DataError, FiresteelError, RecipeError, ResourceError, TargetError, TemplateError, VerificationError
 from firesteel.hidden.stores import DiskStore
-from firesteel.stages import extract, package, prompts, respond
+from firesteel.stages import check, extract, package, prompts, respond
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import open_package
+
+from prompt_templates import ENDLESS, REWRITER  # isort: skip - templated_target makes it known
 
 MakeLine = Callable[..., Line]
 
@@ -72,6 +75,38 @@ def test_no_supervised_token(make_line: MakeLine) -> None:
         extract.run(line)
 
 
+def test_cut_answers_are_counted_and_said(make_line: MakeLine) -> None:
+    line = make_line(responses={"max_new_tokens": 4})
+    prompts.run(line)
+    found = respond.run(line)
+    for split in respond.SPLITS:
+        turns = [t for a in respond.read_responses(found, split) for t in a.turns]
+        cut = [t for t in turns if t.token_ids[-1] != 2]
+        assert [t.finish_reason for t in turns] == ["length" if t in cut else "stop" for t in turns]
+        assert all(len(t.token_ids) == 4 for t in cut)
+        assert len(cut) > 0
+        whole = {"stop": len(turns) - len(cut)} if len(cut) < len(turns) else {}
+        assert found.manifest.about[split]["finish_reasons"] == {"length": len(cut), **whole}
+        [said] = [text for text in line.screen.lines if text.startswith(f"responses: {split}: ")]
+        stops = "".join(f", {n} stop" for n in whole.values())
+        assert said.endswith(f"finish reasons: {len(cut)} length{stops} ({len(cut) / len(turns):.0%} cut at responses.max_new_tokens=4)")
+
+
+def test_supervised_tokens_are_told_by_source(make_line: MakeLine, base_folder: Path, tmp_path: Path) -> None:
+    more = write_prompts(tmp_path / "more.jsonl", 12, start=300)
+    given = [{"path": str(base_folder / "train.jsonl")}, {"path": str(more)}, {"path": str(base_folder / "eval.jsonl"), "split": "eval"}]
+    line = make_line(prompts={"sources": given})
+    prompts.run(line)
+    respond.run(line)
+    about = extract.run(line).manifest.about
+    told = {split: about["supervised_by_source"][split] for split in extract.SPLITS}
+    assert set(told["train"]) == {"train.jsonl", "more.jsonl"}
+    for split in extract.SPLITS:
+        assert sum(told[split].values()) == sum(about["supervised"][split].values())
+    both = sum(told[split].get("more.jsonl", 0) for split in extract.SPLITS)
+    assert any(text.startswith("hidden: supervised tokens by source: ") and f"{both} of more.jsonl" in text for text in line.screen.lines)
+
+
 def test_layer_out_of_range(make_line: MakeLine) -> None:
     line = make_line(target={"layer_ids": [1, 9]})
     with pytest.raises(RecipeError, match=r"target\.layer_ids has 9.*4 layers"):
@@ -82,6 +117,25 @@ def test_target_without_chat_template(make_line: MakeLine, tmp_path: Path) -> No
     save_tiny_target(tmp_path / "bare", template=None)
     with pytest.raises(TargetError, match="chat template"):
         prompts.run(make_line(target={"model": str(tmp_path / "bare")}))
+
+
+@pytest.mark.parametrize(("template", "words"), [(REWRITER, "otherwise once it is answered"), (ENDLESS, "no end-of-turn token after an answer")])
+def test_a_template_that_cannot_be_aligned(make_line: MakeLine, tmp_path: Path, template: str, words: str) -> None:
+    line = make_line(target={"model": str(save_templated_target(tmp_path / "odd", template))})
+    for stage in (prompts.run, check.run):
+        with pytest.raises(TemplateError, match=words + r"(.|\n)*target\.chat_template=FILE"):
+            stage(line)
+    assert not (line.folder / "prompts").exists()
+
+
+def test_tools_that_the_template_does_not_show_are_counted(make_line: MakeLine, base_folder: Path, tmp_path: Path) -> None:
+    path, tools = write_prompts(tmp_path / "tools.jsonl", 10), [{"name": "look", "parameters": {"type": "object", "properties": {}}}]
+    rows = [json.loads(text) | ({"tools": tools} if number < 3 else {}) for number, text in enumerate(path.read_text().splitlines())]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    line = make_line(prompts=sources(path, base_folder))
+    notes = prompts.run(line).manifest.about["notes"]
+    assert [(n["count"], "does not show the prompt's tools" in text) for text, n in notes.items()] == [(3, True)]
+    assert any("prompts: 3 x the chat template does not show the prompt's tools" in text for text in line.screen.lines)
 
 
 def test_interrupted_download(make_line: MakeLine, tmp_path: Path) -> None:

@@ -94,6 +94,15 @@ def test_servers_that_refuse_everything_are_quoted(make_line: MakeLine) -> None:
             respond.run(line)
 
 
+def test_the_server_that_captures_is_asked_where_none_is_named(make_line: MakeLine) -> None:
+    """With target.engine=vllm: where `firesteel extract-server` listens, as for hidden states."""
+    with OpenAiFake(make_line()) as fake:
+        line = served(make_line, "captured", [])
+        line.recipe.target.engine, line.recipe.target.vllm.port = "vllm", int(fake.url.rsplit(":", 1)[1])
+        respond.run(line)
+        assert fake.answered > 0
+
+
 def test_nobody_to_ask_is_said(make_line: MakeLine) -> None:
     with pytest.raises(RecipeError, match=r"responses\.servers\.urls"):
         respond.run(served(make_line, "nobody", []))

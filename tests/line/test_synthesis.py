@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from firesteel.errors import RecipeError
+from firesteel.responses import kept
 from firesteel.stages import prompts
 from firesteel.stages.line import Line
 
@@ -35,6 +36,33 @@ def test_more_prompts_of_a_kind(base_folder: Path, make_line: Callable[..., Line
 def test_without_a_kind_the_target_begins_itself(base_folder: Path, make_line: Callable[..., Line]) -> None:
     found = prompts.run(make_line(prompts=sources(base_folder)))
     assert any(p.domain == "synthesized" for split in ("train", "validation") for p in prompts.read_prompts(found, split))
+
+
+@pytest.mark.parametrize("like", [[], ["odd"]])
+def test_what_was_written_before_a_kill_is_kept(base_folder: Path, make_line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, like: list[str]) -> None:
+    whole = prompts.run(make_line(prompts=sources(base_folder, like=like)))
+    broken = make_line(prompts=sources(base_folder, like=like))
+    broken.recipe.name = "broken"
+    real, written = kept.KeptAnswers._append, []
+
+    def append(self: kept.KeptAnswers, key: str, answer: object) -> None:
+        if len(written) == 5:
+            raise RuntimeError("power cut")
+        real(self, key, answer)  # type: ignore[arg-type]
+        written.append(key)
+
+    monkeypatch.setattr(kept.KeptAnswers, "_append", append)
+    with pytest.raises(RuntimeError, match="power cut"):
+        prompts.run(broken)
+    monkeypatch.undo()
+    again: list[str] = []
+    monkeypatch.setattr(kept.KeptAnswers, "_append", lambda self, key, answer: (again.append(key), real(self, key, answer)))
+    found = prompts.run(broken)
+    assert len(set(written) | set(again)) == len(written) + len(again), "nothing is written twice"
+    for split in prompts.SPLITS:
+        assert (found / f"{split}.jsonl").read_text() == (whole / f"{split}.jsonl").read_text()
+    assert found.manifest.about["dropped"] == whole.manifest.about["dropped"]
+    assert not (found / "synthesized.jsonl").exists(), "it was needed to resume only"
 
 
 def test_a_kind_that_nobody_gave(base_folder: Path, make_line: Callable[..., Line]) -> None:

@@ -48,6 +48,29 @@ THINKER = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
 {% if m.role == 'assistant' and m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}\
 {{ m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 
+# Calls as Qwen3-Coder and as GLM-4.5 write them.
+CODER = r"""{% for t in tools or [] %}Tool: {{ t.function.name }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n<function=' + c.function.name + '>\n' }}
+{%- for k, v in c.function.arguments | items %}{{ '<parameter=' + k + '>\n' + v | string + '\n</parameter>\n' }}{% endfor %}
+{{- '</function>\n</tool_call>' }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+GLM = r"""{% for t in tools or [] %}Tool: {{ t.function.name }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>
+{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name + '\n' }}
+{%- for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v if v is string else v | tojson }}</arg_value>
+{% endfor %}{{ '</tool_call>' }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 # Ends the text, but not the prompt, with a second token that nobody emits.
 PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
@@ -67,7 +90,7 @@ ENDLESS = """{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% en
 NEWLINES_APART = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+"
 
 
-def byte_level(template: str | None, *, gpt2: bool = False) -> Any:
+def byte_level(template: str | None, *, gpt2: bool = False, thinks: bool = True) -> Any:
     """A byte-level BPE tokenizer: it decodes exactly what it encodes."""
     tokenizer = Tokenizer(models.BPE())
     pattern = pre_tokenizers.Split(Regex(NEWLINES_APART), "isolated")
@@ -76,8 +99,8 @@ def byte_level(template: str | None, *, gpt2: bool = False) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=520, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    # As in Qwen: parts of the answer, so not special.
-    tokenizer.add_tokens(["<think>", "</think>"])
+    if thinks:  # as in Qwen: parts of the answer, so not special
+        tokenizer.add_tokens(["<think>", "</think>"])
     return _wrap(tokenizer, template)
 
 

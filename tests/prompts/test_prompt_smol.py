@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from firesteel.prompts.conversation import Conversation, Prompt
+from firesteel.prompts.parts import AnswerParts
 from firesteel.prompts.sources import load_source
 from firesteel.prompts.template import AnsweredTurn, build_document, encode_prompt, prompt_tokens, render_conversation, template_facts
+from firesteel.prompts.trial import hides_tools, try_template
 from firesteel.recipe import Source
+from firesteel.responses.answers import find_answers_file, read_answers
 
 FOLDER = os.environ.get("FIRESTEEL_TEST_TOKENIZER", "")
 
@@ -45,3 +48,19 @@ def test_answers_given_as_text_and_as_ids_make_the_same_document(tokenizer: Any)
 def test_facts(tokenizer: Any) -> None:
     facts = template_facts(tokenizer)
     assert (facts.system, facts.end) == (True, "<|im_end|>")
+    assert try_template(tokenizer) is None
+
+
+def test_the_answers_that_ship_stay_whole(tokenizer: Any) -> None:
+    """No marker and no call is known to this target: what is on file is what would be written today, with tools on offer too."""
+    parts, tools = AnswerParts(tokenizer), load_source(Source(builtin="tool_call", split="eval")).prompts[0].tools
+    assert parts.markers is None
+    asked = encode_prompt(tokenizer, [{"role": "user", "content": "Why?"}], tools)
+    for answered in list(read_answers(find_answers_file("builtin:smollm2")).values())[::20]:
+        assert [parts.turn(asked, t.token_ids, t.finish_reason, tools) for t in answered.turns] == answered.turns
+
+
+def test_tools_are_not_shown(tokenizer: Any) -> None:
+    prompts = load_source(Source(builtin="nine-domains", split="eval")).prompts
+    assert [hides_tools(tokenizer, p) for p in prompts] == [bool(p.tools) for p in prompts]
+    assert any(p.tools for p in prompts)

@@ -1,12 +1,13 @@
 """Samples through Firesteel's Mooncake exchange beside Mooncake's own put and get of as many bytes, in turn.
 
-A real master, started here, and two real clients of it over TCP in this process: one lends memory and puts, as a server does; the other lends none and gets, as a
-trainer does. Three ways take turns with every sample:
+A real master, started here, and two real clients of it over TCP in this process: one lends memory and puts, as a server does; the other lends none and
+gets, as a trainer does. Three ways take turns with every sample:
     raw       Mooncake's put, get and remove of the bytes
     exchange  Firesteel's: data and marker put, the marker seen, data got and counted, both removed
     sample    the same with what stands before and behind it: states packed with a checksum, bytes unpacked and the checksum compared
-The last line of stdout is one JSON object; `ratio` is the median of raw seconds over the exchange's, the least of all sizes and codecs (1: as fast as Mooncake alone),
-`sample_ratio` of raw seconds over the sample's, and `bytes_ratio` the bytes of a sample in fp8 over those in bf16, the largest of all sizes.
+The last line of stdout is one JSON object; `ratio` is the median of raw seconds over the exchange's, the least of all sizes and codecs (1: as fast as
+Mooncake alone), `sample_ratio` of raw seconds over the sample's, and `bytes_ratio` the bytes of a sample in fp8 over those in bf16, the largest of all
+sizes.
 
 Usage: python benchmarks/transfer.py [--megabytes 10,25,50] [--repeats 15] [--warmup 2]
 """

@@ -136,7 +136,8 @@ async def measure(client: Timed, urls: dict[str, str], a: argparse.Namespace, vo
             if turn >= a.warmup:
                 rates[arm].append(a.requests * a.tokens / seconds)
                 waits += client.waits if arm == "extract" else []
-            print(f"turn {turn + 1 - a.warmup}, {arm}: {a.requests * a.tokens / seconds:.0f} tokens/s", flush=True)
+            name = f"turn {turn + 1 - a.warmup}" if turn >= a.warmup else "warm-up"
+            print(f"{name}, {arm}: {a.requests * a.tokens / seconds:.0f} tokens/s", flush=True)
     return {**compare(rates), "wait_ms": quantiles([1e3 * w for w in waits]), "waits_ms": [1e3 * w for w in waits], "tokens_per_second": rates}
 
 

@@ -135,7 +135,7 @@ def plot(memory: Mapping[str, Rows], events: Sequence[tuple[float, str]], path: 
     for axis, names in zip(axes[:, 0], shown, strict=True):
         for name in names:
             axis.plot([t / 60 for t, _ in memory[name]], [mb for _, mb in memory[name]], ".", markersize=2, label=name)
-        axis.set(ylabel="MB", ylim=(0, None))
+        axis.set(ylabel="MB", ylim=(0, 1.1 * max((mb for name in names for _, mb in memory[name]), default=1.0)))
         axis.legend(loc="lower right")
         for t, what in events:
             if what.startswith("kill"):

@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ from firesteel.stages.runtime import package_parts
 from firesteel.stages.schedule import batch_profile, batch_scheduler
 
 CONTEXT = 128
-# A first token of its own for each request of a load: the prefix cache shall not help.
-_SALT = itertools.cycle(range(1000, 40_000))
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 
 
@@ -116,20 +114,19 @@ def stream(engine: Engine, line: Line, prompts: Sequence[list[int]], tokens: int
 
 
 def load(
-    engine: Engine, prompts: Sequence[list[int]], eos: frozenset[int], tokens: int, at_once: int, policy: LengthPolicy | None, count: int
+    engine: Engine, prompts: Iterator[tuple[int, ...]], eos: frozenset[int], tokens: int, at_once: int, policy: LengthPolicy | None, count: int
 ) -> dict[str, Any]:
     """A closed loop: as soon as one of `at_once` answers is complete the next prompt is sent, until `count` are."""
     if policy is not None:
         engine.policy = policy
-    before, waiting = (engine.counters.rounds, engine.counters.accepted, engine.counters.drafted, engine.counters.steps), list(range(count))
+    before, waiting = (engine.counters.rounds, engine.counters.accepted, engine.counters.drafted, engine.counters.steps), count
     heard: list[Heard] = []
     begin = time.perf_counter()
     while waiting or engine.running or engine.waiting:
         while waiting and engine.running + engine.waiting < at_once:
-            number = waiting.pop(0)
+            waiting -= 1
             heard.append(Heard(time.perf_counter()))
-            prompt = (next(_SALT), *prompts[number % len(prompts)])
-            engine.submit(Ask(prompt, tokens, eos_ids=eos, speculate=policy is not None), heard[-1])
+            engine.submit(Ask(next(prompts), tokens, eos_ids=eos, speculate=policy is not None), heard[-1])
         engine.step()
     seconds = time.perf_counter() - begin
     rounds, accepted, drafted, made = (
@@ -145,6 +142,12 @@ def load(
         "steps": made,
         "seconds": seconds,
     }
+
+
+def salted(prompts: Sequence[list[int]], salt: Iterator[int]) -> Iterator[tuple[int, ...]]:
+    """The prompts over and over, each behind a first token of its own: the prefix cache shall not help."""
+    for prompt in itertools.cycle(prompts):
+        yield (next(salt), *prompt)
 
 
 def policies(line: Line, engine: Engine, package: Path) -> dict[str, Callable[[], LengthPolicy | None]]:
@@ -225,9 +228,9 @@ def main() -> None:
     encoded = {p.id: encode_prompt(line.target.tokenizer, p.history([]), p.tools, where=p.where) for p in held}
     wanted = given.domains.split(",")
     chosen = [encoded[p.id] for p in held if p.domain in wanted][: given.prompts]
-    if not chosen:
-        raise SystemExit(f"no held-out prompt is of {wanted}; there are {sorted({p.domain for p in held})}")
     parts, eos = given.part or ["step", "stream", "load"], frozenset(line.target.spec.eos_ids)
+    if "stream" in parts and not chosen:
+        raise SystemExit(f"no held-out prompt is of {wanted}; there are {sorted({p.domain for p in held})}")
     many = [ids for ids in encoded.values() if given.short is None or len(ids) < given.short]
     if not many:
         raise SystemExit(f"no held-out prompt has fewer than {given.short} tokens; the shortest has {min(map(len, encoded.values()))}")
@@ -250,11 +253,13 @@ def main() -> None:
         result["over_transformers"] = rates["drafted"] / rates["transformers"]
     if "load" in parts:
         result["load"], result["load_prompts"] = {}, {"short": given.short, "count": len(many), "tokens": statistics.mean(map(len, many))}
+        vocab = line.target.spec.vocab_size
+        salt = itertools.cycle(range(min(1000, vocab // 4), min(40_000, vocab)))
         for level in levels:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-            for _ in range(given.repeats):
-                for name, make in ways.items():
-                    runs[name].append(load(engine, many, eos, given.tokens, level, make(), max(6, 3 * level)))
+            for repeat in range(given.repeats):
+                for name in ways if repeat % 2 == 0 else reversed(ways):
+                    runs[name].append(load(engine, salted(many, salt), eos, given.tokens, level, ways[name](), max(6, 3 * level)))
                     print(f"{level} at once, {name}: {runs[name][-1]['tokens_per_second']:.1f} tokens/s", flush=True)
             result["load"][level] = {
                 name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} | {"all_tokens_per_second": [r["tokens_per_second"] for r in rs]}

@@ -28,6 +28,7 @@ from feed_job import LAYERS, TARGET, Server, Size, make_job, make_works, write_s
 from sample_client import HttpSamples
 
 from firesteel import recipe as recipes
+from firesteel.artifact import package_versions
 from firesteel.endpoints.roster import Roster
 from firesteel.evaluation.machine import machine_facts
 from firesteel.hidden.feed import SampleFeed, Work
@@ -94,6 +95,7 @@ def main() -> None:
         "arguments": vars(a),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
+        "versions": package_versions(),
         "machine": machine_facts(accelerator=None).model_dump(),
     }
     print(json.dumps(result))

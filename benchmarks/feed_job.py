@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from firesteel.training.step import TrainJob
 from firesteel.training.tables import make_tables
 
 HERE = Path(__file__).resolve().parent
-LAYERS, TARGET = (2, 9, 16, 23, 28), "made-up"
+LAYERS, NUM_LAYERS, TARGET = (2, 9, 16, 23, 28), 30, "made-up"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make_job(
         rope_scaling=None,
         max_position_embeddings=8192,
         hidden_act="silu",
-        num_layers=30,
+        num_layers=NUM_LAYERS,
     )
     torch.manual_seed(0)
     table = torch.randn(size.vocab, size.width) / size.width**0.5
@@ -107,18 +107,26 @@ def make_job(
 
 
 class Server:
-    """A process that hands out samples (sample_server.py)."""
+    """A process that hands out samples (sample_server.py, or another script that takes the same arguments and `more`)."""
 
-    def __init__(self, folder: Path, *, rate: float, corrupt: float = 0.0, seed: int = 0, port: int = 0) -> None:
-        arguments = ["--rate", str(rate), "--corrupt", str(corrupt), "--seed", str(seed)]
-        self._command, self._arguments = [sys.executable, str(HERE / "sample_server.py")], [str(folder), *arguments]
+    def __init__(
+        self, folder: Path, *, rate: float, corrupt: float = 0.0, seed: int = 0, port: int = 0, script: str = "sample_server.py", more: Sequence[str] = ()
+    ) -> None:
+        arguments = ["--rate", str(rate), "--corrupt", str(corrupt), "--seed", str(seed), *more]
+        self._command, self._arguments = [sys.executable, str(HERE / script)], [str(folder), *arguments]
         self.port = port
         self.start()
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True) -> None:
+        """Start it, at the port that it had; `wait`: until it answers."""
         self._process = subprocess.Popen([*self._command, str(self.port), *self._arguments], stdout=subprocess.PIPE, text=True)
+        if not wait:
+            return
         assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        said = self._process.stdout.readline()
+        if not said:
+            raise SystemExit(f"{' '.join(self._command)} ended with status {self._process.wait()}; what it said is above")
+        self.port = int(said)
 
     def kill(self) -> None:
         self._process.kill()

@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from firesteel.artifact import package_versions
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.evaluation.machine import machine_facts
 from firesteel.prompts.sources import load_sources
@@ -60,7 +61,7 @@ def main() -> None:
     result = {"benchmark": "generate", "ratio": statistics.median(ratios), "ratios": ratios, "tokens_per_second": paces, "same_answers": same}
     result |= {"prompts": len(asks), "prompt_tokens": sum(len(x.token_ids) for x in asks), "answer_tokens": sum(len(t.token_ids) for t in texts["blocks"])}
     result |= {"recipe": recipe.model_dump(), "threads": torch.get_num_threads(), "load_average": os.getloadavg()}
-    result |= {"machine": machine_facts(accelerator=None).model_dump()}
+    result |= {"versions": package_versions(), "machine": machine_facts(accelerator=None).model_dump()}
     print(json.dumps(result))
 
 

@@ -1,10 +1,12 @@
 """Acceptance by prompt length, for one or several packaged drafters of a target.
 
-    python benchmarks/long_context.py smollm2 --package runs/full/package --package runs/windowed/package --lengths 1024,2048,4096 --json
+    python benchmarks/long_context.py smollm2 --package runs/full/package --package runs/windowed/package --json
 
 Prompts are the built-in passages, one after another until the length is reached, with a question about the last of them; no two prompts begin
 alike. Answers are greedy, by the reference engine. For each length: acceptance length pooled over requests, their mean, the mean of the best
-tenth (at least one), and what the drafter's session holds in memory. The last line is one JSON object.
+tenth (at least one), and what the drafter's session holds in memory. Lengths go from 1,024 in doublings to what the target can read, on a CPU to 8,192 at
+most; those that are given are cut to the target's limit, too. The last line is one JSON object: `ratio` is the pooled acceptance length at the longest
+prompts over that at the shortest, the least of all packages, and `memory_growth` what the session holds there over what it holds here, by package.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from firesteel import recipe as recipes
+from firesteel.artifact import package_versions
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.decoding.decode import decode_speculative
 from firesteel.evaluation.machine import machine_facts
@@ -29,6 +32,7 @@ from firesteel.stages.line import Line
 from firesteel.stages.runtime import FullVocabulary, package_parts
 from firesteel.target.session import TargetSession
 
+ON_CPU = 8192  # longest prompt where nobody asked for longer
 QUESTION = "What is said in the last passage? Answer in a few sentences."
 
 
@@ -53,6 +57,27 @@ def make_prompts(tokenizer: Any, texts: Sequence[str], length: int, count: int) 
     return prompts
 
 
+def pick_lengths(given: str | None, room: int, on_cpu: bool) -> list[int]:
+    """Prompt lengths, ascending, each once.
+
+    Args:
+        given: comma-separated; None: doublings of 1,024 and the longest that may be.
+        room: tokens that a prompt may have, so that the answer still fits the target.
+    """
+    most = min(room, ON_CPU) if on_cpu and given is None else room
+    wanted = [int(n) for n in given.split(",")] if given is not None else [n for n in (1024 * 2**i for i in range(16)) if n < most] + [most]
+    return sorted({min(n, most) for n in wanted})
+
+
+def growth(rows: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """By package: a figure at the longest prompts over that at the shortest."""
+    found = {}
+    for package in dict.fromkeys(str(r["package"]) for r in rows):
+        own = sorted((r for r in rows if r["package"] == package), key=lambda r: r["length"])
+        found[package] = own[-1][key] / own[0][key]
+    return found
+
+
 def session_bytes(session: Any) -> int:
     """What a drafter's session keeps of the text."""
     return sum(t.numel() * t.element_size() for t in (getattr(session, name) for name in session.kept))
@@ -63,13 +88,14 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--package", required=True, type=Path, action="append")
-    parser.add_argument("--lengths", default="1024,2048,4096,8000")
+    parser.add_argument("--lengths", help="comma-separated, cut to what the target can read; by default doublings from 1024 to that (on a CPU to 8192)")
     parser.add_argument("--prompts", type=int, default=10, help="of each length")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     line = Line(load_recipe(given.recipe, given.overrides), ConsoleScreen())
-    lengths, texts = [int(n) for n in given.lengths.split(",")], passages(line)
+    lengths = pick_lengths(given.lengths, line.target.spec.max_position_embeddings - given.tokens - 1, line.target.device.type == "cpu")
+    texts = passages(line)
     longest = max(lengths) + given.tokens + 1
     rows = []
     for package in given.package:
@@ -100,7 +126,9 @@ def main() -> None:
                 }
             )
             print(f"{package} {length}: pooled {rows[-1]['pooled']:.3f}, best tenth {rows[-1]['top_decile']:.2f}, {rows[-1]['session_mb']:.1f} MB", flush=True)
-    print(json.dumps({"machine": machine_facts(accelerator=None).model_dump(), "rows": rows}))
+    result = {"benchmark": "long_context", "ratio": min(growth(rows, "pooled").values()), "memory_growth": growth(rows, "session_mb"), "rows": rows}
+    result |= {"recipe": line.recipe.model_dump(), "lengths": lengths, "versions": package_versions(), "machine": machine_facts(accelerator=None).model_dump()}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

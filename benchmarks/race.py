@@ -6,7 +6,8 @@ with its own trainer, for the same wall-clock time, validation pauses included o
 for (what it has none for is listed under `not_copied`). Each checkpoint is then opened as Firesteel opens any checkpoint
 and decodes the same held-out prompts greedily. Not counted for the peer: writing its data, and the steps it times first.
 `--prepare` ends before the first timed minute: answers, states and the peer's data are then there for the race itself.
-The last line of stdout is one JSON object; `ratio` of an arm is our acceptance length over the peer's, on shared prompts.
+The last line of stdout is one JSON object; `ratio` of an arm is our acceptance length over the peer's, on shared prompts, and the object's own the
+smallest of the arms'.
 
 Usage: python benchmarks/race.py RECIPE [section.key=value ...] --minutes 30 [--arm default] [--arm copied] [--prepare]
 """
@@ -78,7 +79,13 @@ def main() -> None:
         comparison = compare_drafters(ours, theirs, resamples=recipe.evaluate.bootstrap, seed=recipe.seed)
         compared = {"comparison": comparison and comparison.model_dump(), "ratio": comparison and comparison.ratio}
         result[name] = {**lengths(theirs, recipe), **compared, "training": peer}
-    result |= {"versions": package_versions(), "machine": machine_facts(accelerator=None).model_dump(), "threads": torch.get_num_threads()}
+    ratios = [result[name]["ratio"] for name in trained if result[name]["ratio"] is not None]
+    result |= {
+        "ratio": min(ratios, default=None),
+        "versions": package_versions(),
+        "machine": machine_facts(accelerator=None).model_dump(),
+        "threads": torch.get_num_threads(),
+    }
     print(json.dumps(result))
 
 

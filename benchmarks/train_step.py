@@ -23,6 +23,7 @@ from typing import Any
 from step_data import write_batch
 
 from firesteel import recipe as recipes
+from firesteel.artifact import package_versions
 from firesteel.evaluation.machine import machine_facts
 from firesteel.target.loading import resolve_target
 from firesteel.target.local import load_target
@@ -92,6 +93,7 @@ def main() -> None:
         "ours_about": ours.about,
         "peer_about": peer.about,
         "threads": options.threads,
+        "versions": package_versions(),
         "machine": machine_facts(accelerator=None).model_dump(),
         "load_average": os.getloadavg(),
     }

@@ -16,7 +16,8 @@ from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.layer_json import window_of
 from firesteel.errors import CheckpointError
 from firesteel.target.spec import TargetSpec
-from firesteel.target.template_options import thinking_mode
+
+_THINKING = ("enable_thinking", "thinking")  # what templates call it
 
 
 class Part(BaseModel):
@@ -126,6 +127,12 @@ def make_contract(
     )
     check_contract(contract, config)
     return contract
+
+
+def thinking_mode(options: Mapping[str, bool | int | str]) -> Literal["on", "off"] | None:
+    """Whether answers are made with thinking; None where that is left to the template."""
+    said = next((options[name] for name in _THINKING if name in options), None)
+    return ("on" if said else "off") if isinstance(said, bool) else None
 
 
 def read_contract(data: dict[str, Any], *, where: str) -> Contract:

@@ -11,12 +11,11 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from firesteel.errors import TargetError
 
 Option = bool | int | str
-_THINKING = ("enable_thinking", "thinking")
 _ASKED = re.compile(r"\b([A-Za-z_]\w*)\s+is\s+(?:not\s+)?(?:defined|undefined|none|true|false)\b")
 # What a renderer sets itself, and words of `apply_chat_template` that would change what it does.
 _GIVEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "return_dict"} | {
@@ -41,12 +40,6 @@ def with_options(template: str | dict[str, str] | None, options: Mapping[str, Op
         return template
     check_options(template, options, where="target.template_options")
     return {name: _head(options) + text for name, text in template.items()} if isinstance(template, dict) else _head(options) + template
-
-
-def thinking_mode(options: Mapping[str, Option]) -> Literal["on", "off"] | None:
-    """Whether answers are made with thinking; None where that is left to the template."""
-    said = next((options[name] for name in _THINKING if name in options), None)
-    return ("on" if said else "off") if isinstance(said, bool) else None
 
 
 def check_options(template: str | dict[str, str], options: Mapping[str, Any], *, where: str) -> None:

@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from firesteel.errors import TargetError
+from firesteel.package.contract import thinking_mode
 from firesteel.prompts.template import encode_prompt, render
 from firesteel.recipe import Target
 from firesteel.target.loading import load_tokenizer
-from firesteel.target.template_options import check_options, thinking_mode, with_options
+from firesteel.target.template_options import check_options, with_options
 
 # The first line is the text's own: nothing of it may be lost, nor anything be put before it.
 TEMPLATE = (

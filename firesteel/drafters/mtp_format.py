@@ -24,7 +24,7 @@ from firesteel.drafters.rope import rope_kind
 from firesteel.drafters.target_layer import check_layer, make_layer
 from firesteel.errors import CheckpointError, RecipeError, TargetError
 
-MODEL_TYPE = "mtp_head"
+MODEL_TYPE: Literal["mtp_head"] = "mtp_head"
 PREFIX = "mtp."
 TARGET_NORM = "target_norm.weight"
 # What a configuration says beside the layers: names, outputs, storage.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from firesteel.artifact import disk_errors
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_settings
@@ -45,7 +46,8 @@ def run_verb(verb: str, recipe: Recipe) -> None:
         line = Line(recipe, ConsoleScreen() if world.first else SilentScreen(), world)
         if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
             preflight(line)
-        verbs[verb](line)
+        with disk_errors(line.folder):
+            verbs[verb](line)
 
 
 def serve_states(recipe: Recipe, dry_run: bool) -> None:

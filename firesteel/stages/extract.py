@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -222,8 +223,7 @@ def _documents(line: Line, prompts: Sequence[Prompt], answers: Sequence[Answered
 
 def _teaches(document: Document) -> bool:
     """A block starts at a supervised token and predicts those after it."""
-    mask = document.loss_mask
-    return any(a and b for a, b in zip(mask[:-1], mask[1:], strict=True))
+    return any(a and b for a, b in pairwise(document.loss_mask))
 
 
 def _cut_away(line: Line) -> str:

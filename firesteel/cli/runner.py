@@ -19,6 +19,7 @@ from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_sett
 from firesteel.stages import bench, calibrate, check, evaluate, extract, extract_server, launch, package, plan, prompts, respond, serve, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
+from firesteel.stages.forecast import check_room_ahead
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
 from firesteel.stages.ranks import SilentScreen, joined
@@ -90,6 +91,7 @@ def run_line(line: Line) -> None:
     """Walk all stages; what is done is skipped, what was interrupted is resumed."""
     started = time.monotonic()
     preflight(line)
+    check_room_ahead(line)
     for _, stage in LINE:
         stage(line)
     line.screen.say(f"whole line: {time.monotonic() - started:.0f} s")

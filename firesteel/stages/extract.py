@@ -22,6 +22,7 @@ from firesteel.prompts.template import Document, build_document, supervised_toke
 from firesteel.responses.answers import Answered
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
+from firesteel.stages.forecast import check_room
 from firesteel.stages.line import Line
 from firesteel.stages.states import captured, check_served_logits
 from firesteel.target.local import LocalTarget
@@ -157,9 +158,10 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     tokens, supervised = sum(len(d.token_ids) for d in every), sum(sum(d.loss_mask) for d in every)
     size = predict_bytes(tokens, supervised, len(line.layer_ids), target.spec.hidden_size, recipe.hidden.codec, len(every))
     streamed = recipe.hidden.store == "stream"
-    place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB"
+    place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB" + (" of memory" if recipe.hidden.store == "memory" else "")
     line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {place}")
     store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
+    check_room(line, size - store.nbytes())
     # Streamed states are made while training runs; a few are made here, to see that they are right.
     notes.dropped.merge(_capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store))
     for text in notes.dropped.lines():

@@ -15,7 +15,7 @@ from firesteel.responses.generator import Generator
 from firesteel.stages.configure import configure, preflight
 from firesteel.stages.evaluate import per_domain
 from firesteel.stages.extra import read_extra
-from firesteel.stages.forecast import Forecast, check_room_ahead, forecast, free_disk
+from firesteel.stages.forecast import Forecast, check_most, forecast, free_disk
 from firesteel.stages.line import Line
 from firesteel.stages.measure import step_seconds
 from firesteel.stages.runtime import session_length
@@ -46,7 +46,7 @@ def run(line: Line) -> None:
     synthetic = f", {ahead.synthetic} to synthesise" if ahead.synthetic else ""
     say(f"prompts: {len(ahead.train.prompts)} for training, {len(ahead.held_out.prompts)} held out{synthetic}")
     _say_states(line, ahead)
-    check_room_ahead(line, ahead)
+    check_most(line, ahead)
     tokens, answers = ahead.tokens, ahead.answers
     if recipe.target.engine == "vllm":
         served = check_servers(line)

@@ -15,6 +15,7 @@ from firesteel.stages.line import Line
 
 _SAMPLE = 64  # prompts whose length is taken for that of all
 _UNKNOWN = 64.0  # tokens of a prompt where there is none to look at
+_MEND = "set runs_dir=ANOTHER_DISK, hidden.codec=fp8, hidden.store=stream, fewer prompts or a lower responses.max_new_tokens"
 _USABLE = 0.9  # of the free disk: checkpoints and the package need some of it, too
 
 
@@ -30,6 +31,7 @@ class Forecast:
         documents: hidden states are captured of so many.
         tokens: of the documents.
         nbytes: of their hidden states.
+        least: of the hidden states of the prompts alone.
     """
 
     train: Loaded
@@ -40,6 +42,7 @@ class Forecast:
     documents: int
     tokens: int
     nbytes: int
+    least: int
 
 
 def forecast(line: Line) -> Forecast:
@@ -56,8 +59,11 @@ def forecast(line: Line) -> Forecast:
     slots = [len(p.slots) for p in train.prompts for _ in range(samples)] + [1] * synthetic
     answers = sum(slots) * new
     tokens = int(sum(min(length + n * new, longest) for n in slots))
-    size = predict_bytes(tokens, min(answers, tokens), len(line.layer_ids), spec.hidden_size, recipe.hidden.codec, max(1, len(slots)))
-    return Forecast(train, held_out, synthetic, sum(slots), answers, len(slots), tokens, size)
+    most, least = (
+        predict_bytes(among, supervised, len(line.layer_ids), spec.hidden_size, recipe.hidden.codec, len(slots))
+        for among, supervised in ((tokens, min(answers, tokens)), (int(min(length, longest)) * len(slots), 0))
+    )
+    return Forecast(train, held_out, synthetic, sum(slots), answers, len(slots), tokens, most, least)
 
 
 def _length(line: Line, prompts: list[Prompt]) -> float:
@@ -78,32 +84,48 @@ def free_disk(folder: Path) -> tuple[int, Path]:
     return shutil.disk_usage(where).free, where
 
 
-def check_room(line: Line, nbytes: int, *, atmost: bool = False) -> None:
+def check_room(line: Line, nbytes: int, *, sure: bool = True) -> None:
     """Refuse to begin where `hidden.store=disk` and the disk cannot take so many bytes of hidden states.
 
     Args:
-        atmost: the bytes are an upper bound.
+        sure: not an upper bound.
 
     Raises:
         ResourceError: both figures and the place.
     """
     free, where = free_disk(line.folder)
     if line.recipe.hidden.store == "disk" and nbytes > _USABLE * free:
-        raise ResourceError(
-            f"hidden states {'may' if atmost else 'would'} take {_size(nbytes)}, {_size(free)} are free at {where}",
-            mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, hidden.store=stream, fewer prompts or a lower responses.max_new_tokens",
-        )
+        raise ResourceError(f"hidden states {'would' if sure else 'may'} take {_size(nbytes)}, {_size(free)} are free at {where}", mend=_MEND)
 
 
-def check_room_ahead(line: Line, ahead: Forecast | None = None) -> None:
-    """The same before a whole run, whose answers may take hours; where answers are there already, extraction knows the size itself.
+def check_most(line: Line, ahead: Forecast) -> None:
+    """Refuse where the states of the longest answers would not fit; not once there are answers, when extraction knows the size itself.
 
     Raises:
-        ResourceError: the hidden states may not fit.
+        ResourceError: both figures and the place.
     """
-    begun = ("responses", "hidden", "hidden.partial")
-    if line.recipe.hidden.store == "disk" and not any((line.folder / name).exists() for name in begun):
-        check_room(line, (ahead or forecast(line)).nbytes, atmost=True)
+    if not _answered(line):
+        check_room(line, ahead.nbytes, sure=False)
+
+
+def check_room_ahead(line: Line) -> None:
+    """The same for a run that is about to begin: it refuses where the prompts alone do not fit. Of the longest answers it warns: its own may be shorter.
+
+    Raises:
+        ResourceError: both figures and the place.
+    """
+    if line.recipe.hidden.store != "disk" or _answered(line):
+        return
+    ahead = forecast(line)
+    check_room(line, ahead.least)
+    try:
+        check_most(line, ahead)
+    except ResourceError as e:
+        line.screen.warn(f"{e.message}, if every answer is as long as responses.max_new_tokens allows; extraction refuses what does not fit")
+
+
+def _answered(line: Line) -> bool:
+    return any((line.folder / name).exists() for name in ("responses", "hidden", "hidden.partial"))
 
 
 def _size(nbytes: int) -> str:

@@ -118,15 +118,27 @@ def test_what_states_take_and_where(make_line: MakeLine, monkeypatch: pytest.Mon
     assert any(re.fullmatch(size + ", made while training runs and not kept", text) for text in lines)
 
 
-@pytest.mark.parametrize("verb", [check.run, run_line])
+@pytest.mark.parametrize(("verb", "word"), [(check.run, "may"), (run_line, "would")])
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(
-    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch, verb: Callable[[Line], None]
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch, verb: Callable[[Line], None], word: str
 ) -> None:
     disk_with(monkeypatch, 50_000)
     line = make_line()
-    with pytest.raises(ResourceError, match=r"hidden states may take [\d.]+ MB, 0\.1 MB are free at /small(.|\n)*runs_dir=ANOTHER_DISK"):
+    with pytest.raises(ResourceError, match=rf"hidden states {word} take [\d.]+ MB, 0\.1 MB are free at /small(.|\n)*runs_dir=ANOTHER_DISK"):
         verb(line)
     assert not line.folder.exists()
+
+
+def test_answers_that_may_be_too_long_for_the_disk_are_a_warning(make_line: MakeLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = make_line()
+    ahead = forecast.forecast(line)
+    assert ahead.least < 0.8 * ahead.nbytes
+    disk_with(monkeypatch, int(0.9 * ahead.nbytes))
+    with pytest.raises(ResourceError, match="hidden states may take"):
+        check.run(line)
+    forecast.check_room_ahead(line)
+    (warning,) = [text for text in line.screen.lines if text.startswith("warning: hidden states may take")]  # type: ignore[attr-defined]
+    assert "if every answer is as long as responses.max_new_tokens allows" in warning
 
 
 @pytest.mark.parametrize("store", ["memory", "stream"])

@@ -7,24 +7,28 @@ already has the wanted key is skipped; work found in `NAME.partial/` under the s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import firesteel
-from firesteel.errors import ArtifactError, ResourceError
+from firesteel.errors import ArtifactError, FiresteelError, ResourceError
 
 MANIFEST = "manifest.json"
 WORK = "work.json"
 FORMAT_VERSION = 1
+_FULL, _FORBIDDEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 _PACKAGES = ("torch", "transformers", "safetensors", "datasets")
 
 
@@ -103,6 +107,36 @@ def disk_error(error: OSError, path: Path) -> ResourceError:
         f"cannot write {path}: {error.strerror or error} ({free / 1e9:.2f} GB free there)",
         mend="free some space or set runs_dir=ANOTHER_DISK; finished work is kept, the same command resumes",
     )
+
+
+@contextmanager
+def disk_errors(folder: Path | None = None) -> Iterator[None]:
+    """Around work that writes with other people's code: a full or read-only disk, or a file that may not be used, is one clear error.
+
+    Args:
+        folder: where what is written lies, if known; named where the system names no file.
+
+    Raises:
+        ResourceError: in place of such an OSError; any other goes on as it is.
+    """
+    try:
+        yield
+    except FiresteelError:
+        raise
+    except Exception as e:
+        # Safetensors writes with Rust, whose errors have the system's number in their text alone.
+        told = re.search(r"\(os error (\d+)\)", str(e))
+        error = e if isinstance(e, OSError) else OSError(int(told[1]), os.strerror(int(told[1]))) if told else None
+        if error is None or error.errno not in (*_FULL, *_FORBIDDEN):
+            raise
+        named = error.filename2 or error.filename  # of a copy the second is written
+        path = folder if named is None else Path(os.fsdecode(named))
+        if error.errno in _FORBIDDEN:
+            mend = "give this user the right to read and write it, or name another place"
+            raise ResourceError(f"cannot use {path or 'a file'}: {error.strerror}", mend=mend) from e
+        if path is None:
+            raise ResourceError(f"a file cannot be written: {error.strerror}", mend="free some space: of this folder, of the run's or of TMPDIR") from e
+        raise disk_error(error, path.absolute()) from e
 
 
 def open_artifact(path: Path, kind: str, *, verify: bool = True) -> Artifact:

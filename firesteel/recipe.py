@@ -88,7 +88,11 @@ class Recipe(Section):
                 self.drafter_of(name)
             except ValidationError as e:
                 first = e.errors()[0]
-                raise ValueError(f"evaluate.drafters.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+                inside, key = f"evaluate.drafters.{name}", ".".join(map(str, first["loc"]))
+                if first["type"] == "extra_forbidden":
+                    near = _nearest(key, [k for k, _ in known_keys(Drafter)])
+                    raise ValueError(f"unknown setting {inside}.{key}" + (f"; did you mean {inside}.{near}?" if near else "")) from None
+                raise ValueError(f"{inside}.{key}: {first['msg']}") from None
         return self
 
     def drafter_of(self, algorithm: str) -> Drafter:
@@ -201,15 +205,20 @@ def _apply(data: dict[str, Any], text: str) -> None:
 def _explain(err: Any, origin: str) -> str:
     where = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
-        known = [k for k, _ in known_keys()] + list(Recipe.model_fields)
-        sections = [k.rsplit(".", 1)[-1] for k in known]
-        plain = ".".join(part for part in where.split(".") if not part.isdigit())  # without places in lists
-        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5) or [
-            known[sections.index(m)] for m in difflib.get_close_matches(where.rsplit(".", 1)[-1], sections, n=1)
-        ]
-        return f"{origin}: unknown setting {where}" + (f"; did you mean {near[0]}?" if near else "")
+        near = _nearest(where, [k for k, _ in known_keys()] + list(Recipe.model_fields))
+        return f"{origin}: unknown setting {where}" + (f"; did you mean {near}?" if near else "")
     message = str(err["msg"]).removeprefix("Value error, ")
     return f"{origin}: {where or 'recipe'}: {message}" + (f" (got {err['input']!r})" if where else "")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """The known key most like this one as a whole, or else in its last part; None where none is."""
+    lasts = [k.rsplit(".", 1)[-1] for k in known]
+    plain = ".".join(part for part in key.split(".") if not part.isdigit())  # without places in lists
+    if near := difflib.get_close_matches(plain, known, n=1, cutoff=0.5):
+        return near[0]
+    near = difflib.get_close_matches(key.rsplit(".", 1)[-1], lasts, n=1)
+    return known[lasts.index(near[0])] if near else None
 
 
 def _explained(model: type[BaseModel], values: dict[str, Any], depth: int) -> Iterator[str]:

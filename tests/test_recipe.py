@@ -85,7 +85,15 @@ def test_compared_drafters_are_the_same_but_for_what_is_said() -> None:
     ("override", "words"),
     [
         ("evaluate.drafters={mtp: {num_layers: 1}}", "evaluate.drafters has mtp, which evaluate.compare has not"),
-        ("evaluate.drafters={eagle3: {num_layer: 1}}", "evaluate.drafters.eagle3.num_layer"),
+        (
+            "evaluate.drafters={eagle3: {num_layer: 1}}",
+            "unknown setting evaluate.drafters.eagle3.num_layer; did you mean evaluate.drafters.eagle3.num_layers?",
+        ),
+        (
+            "evaluate.drafters.eagle3={eagle: {fcnorm: true}}",
+            ".eagle3.eagle.fcnorm; did you mean evaluate.drafters.eagle3.eagle.fc_norm?",
+        ),
+        ("evaluate.drafters={eagle3: {zzzzqq: 1}}", "unknown setting evaluate.drafters.eagle3.zzzzqq"),
         ("evaluate.drafters={eagle3: {num_layers: none}}", "evaluate.drafters.eagle3.num_layers"),
     ],
 )
@@ -93,3 +101,4 @@ def test_differences_of_compared_drafters_are_checked(override: str, words: str)
     with pytest.raises(RecipeError) as e:
         load_recipe("compare-smollm2", [override])
     assert words in str(e.value)
+    assert "Extra inputs" not in str(e.value)

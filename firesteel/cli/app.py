@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from firesteel import __version__
+from firesteel.artifact import disk_errors
 from firesteel.errors import FiresteelError
 from firesteel.kernels.memory import use_huge_pages
 from firesteel.recipe import load_recipe, named_recipes, recipe_to_yaml
@@ -37,7 +38,8 @@ def main() -> None:
     """Entry point: runs a verb, shows Firesteel's errors as one message, exit code 1 (130 on Ctrl-C)."""
     use_huge_pages()
     try:
-        app(standalone_mode=True)
+        with disk_errors():
+            app(standalone_mode=True)
     except FiresteelError as e:
         errors.print("[bold red]error:[/] ", end="")
         errors.print(str(e), markup=False, soft_wrap=True)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import transformers
 
+from firesteel.artifact import disk_errors
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe, load_recipe, recipe_from_dict, replace_settings
 from firesteel.stages import bench, calibrate, check, evaluate, extract, extract_server, launch, package, plan, prompts, respond, serve, train
 from firesteel.stages.configure import preflight
 from firesteel.stages.convert import convert_once
+from firesteel.stages.forecast import check_room_ahead
 from firesteel.stages.generate import generate_once
 from firesteel.stages.line import Line
 from firesteel.stages.ranks import SilentScreen, joined
@@ -45,7 +47,8 @@ def run_verb(verb: str, recipe: Recipe) -> None:
         line = Line(recipe, ConsoleScreen() if world.first else SilentScreen(), world)
         if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
             preflight(line)
-        verbs[verb](line)
+        with disk_errors(line.folder):
+            verbs[verb](line)
 
 
 def serve_states(recipe: Recipe, dry_run: bool) -> None:
@@ -88,6 +91,7 @@ def run_line(line: Line) -> None:
     """Walk all stages; what is done is skipped, what was interrupted is resumed."""
     started = time.monotonic()
     preflight(line)
+    check_room_ahead(line)
     for _, stage in LINE:
         stage(line)
     line.screen.say(f"whole line: {time.monotonic() - started:.0f} s")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from firesteel.stages.line import Bar
+
+_SILENCE = 60.0  # seconds that a bar without a terminal is silent at most, as long as it is told anything
 
 
 class _RichBar:
@@ -23,20 +27,38 @@ class _RichBar:
 
 
 class _PlainBar:
-    """Without a terminal: a line whenever another tenth is done."""
+    """Without a terminal: a line whenever another tenth is done, and when progress is told a minute or more after the last line."""
 
-    def __init__(self, console: Console, label: str, total: float) -> None:
-        self._console, self._label, self._total, self._done, self._shown = console, label, max(total, 1e-9), 0.0, 0
+    def __init__(self, console: Console, label: str, total: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._label, self._total, self._clock = console, label, max(total, 1e-9), clock
+        self._done, self._shown = 0.0, 0
+        self._begun = self._said = clock()
+        self._first: float | None = None  # what the first report said is done: a run that goes on was not so fast
 
     def advance(self, amount: float = 1, note: str = "") -> None:
+        if self._first is None:
+            self._first = self._done
         self.set(self._done + amount, note)
 
     def set(self, done: float, note: str = "") -> None:
-        self._done = done
+        self._done, now = done, self._clock()
+        if self._first is None:
+            self._first, self._begun = done, now
         tenth = int(10 * done / self._total)
-        if tenth > self._shown:
-            self._shown = tenth
-            self._console.print(f"  {self._label}: {min(10, tenth)}0% {note}".rstrip(), markup=False)
+        if tenth > self._shown or now - self._said >= _SILENCE:
+            self._shown, self._said = max(tenth, self._shown), now
+            share = min(100, int(100 * done / self._total))
+            self._console.print(f"  {self._label}: {share}% {note}".rstrip() + self._left(now), markup=False, soft_wrap=True)
+
+    def _left(self, now: float) -> str:
+        """What remains at the pace so far."""
+        made, due = self._done - (self._first or 0.0), self._total - self._done
+        seconds = (now - self._begun) * due / made if made > 0 and due > 0 else 0.0
+        return f", about {_span(seconds)} left" if seconds >= 1 else ""
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class ConsoleScreen:
@@ -49,7 +71,7 @@ class ConsoleScreen:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"[yellow]warning:[/] {text}", soft_wrap=True)
+        self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     @contextmanager
     def bar(self, label: str, total: float) -> Iterator[Bar]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import time
-from pathlib import Path
 
 import torch
 
-from firesteel.errors import ResourceError
-from firesteel.hidden.stores import predict_bytes
-from firesteel.prompts.sources import load_sources
-from firesteel.prompts.template import prompt_tokens, template_facts
+from firesteel.decoding.decode import decode_plain
+from firesteel.kernels.memory import free_memory
+from firesteel.prompts.template import template_facts
 from firesteel.prompts.trial import try_template
 from firesteel.responses.generate import Ask, Sampling
 from firesteel.responses.generator import Generator
-from firesteel.stages.configure import preflight
+from firesteel.stages.configure import configure, preflight
+from firesteel.stages.evaluate import per_domain
+from firesteel.stages.extra import read_extra
+from firesteel.stages.forecast import Forecast, check_most, forecast, free_disk
 from firesteel.stages.line import Line
+from firesteel.stages.measure import step_seconds
+from firesteel.stages.runtime import session_length
 from firesteel.stages.states import check_servers
+from firesteel.stages.stream import last_batch
 
 _STEPS = 8  # tokens that a trial answer goes on
-_SAMPLE = 64
+_TRIALS = 2  # training steps that are timed
+_TOKENS, _ANCHORS = 2048, 512  # of a trial step, at most
 
 
 def run(line: Line) -> None:
@@ -38,25 +43,14 @@ def run(line: Line) -> None:
     if rewriting := try_template(target.tokenizer, target.spec.eos_ids):
         say(f"chat template: {rewriting}")
     say(f"captured layers: {list(line.layer_ids)} of {target.spec.num_layers}; hidden size {target.spec.hidden_size}, vocabulary {target.spec.vocab_size}")
-    train, held_out = (load_sources(recipe.prompts, split) for split in ("train", "eval"))
-    extra = sum(s.synthesize or 0 for s in recipe.prompts.sources)
-    for text in [*train.dropped.lines(), *held_out.dropped.lines()]:
+    ahead = forecast(line)
+    for text in [*ahead.train.dropped.lines(), *ahead.held_out.dropped.lines()]:
         say(f"prompts dropped: {text}")
-    say(f"prompts: {len(train.prompts)} for training, {len(held_out.prompts)} held out" + (f", {extra} to synthesise" if extra else ""))
-    sample = (train.prompts or held_out.prompts)[:_SAMPLE]
-    length = sum(prompt_tokens(target.tokenizer, p) for p in sample) / len(sample) if sample else 64.0
-    turns = sum(len(p.slots) for p in train.prompts) * recipe.responses.samples + extra
-    answers = turns * recipe.responses.max_new_tokens
-    tokens = int((len(train.prompts) * recipe.responses.samples + extra) * length + answers)
-    size = predict_bytes(tokens, answers, len(line.layer_ids), target.spec.hidden_size, recipe.hidden.codec, max(1, turns))
-    where = next(p for p in [line.folder, *line.folder.absolute().parents, Path.cwd()] if p.exists())
-    free = shutil.disk_usage(where).free
-    say(f"hidden states: at most {tokens} tokens, {size / 1e9:.2f} GB as {recipe.hidden.codec} ({free / 1e9:.1f} GB free)")
-    if recipe.hidden.store == "disk" and size > 0.9 * free:
-        raise ResourceError(
-            f"hidden states would take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {where}",
-            mend="set runs_dir=ANOTHER_DISK, hidden.codec=fp8, or fewer prompts",
-        )
+    synthetic = f", {ahead.synthetic} to synthesise" if ahead.synthetic else ""
+    say(f"prompts: {len(ahead.train.prompts)} for training, {len(ahead.held_out.prompts)} held out{synthetic}")
+    _say_states(line, ahead)
+    check_most(line, ahead)
+    tokens, answers = ahead.tokens, ahead.answers
     if recipe.target.engine == "vllm":
         served = check_servers(line)
         for url, pace in served.items():
@@ -69,10 +63,78 @@ def run(line: Line) -> None:
         say(f"answers: up to {answers / step / 60:.1f} min at {step:.0f} tokens/s (those on file cost nothing)")
     for name, count in drafters.items():
         say(f"{name}: {count:,} trainable parameters")
-    arms = len(drafters)
-    if recipe.train.max_minutes is not None:
-        say(f"training: at most {recipe.train.max_minutes * arms:g} min ({arms} drafter{'s' if arms > 1 else ''})")
+    _say_training(line, list(drafters), ahead)
+    if recipe.target.engine == "local":
+        _say_evaluation(line, len(drafters), ahead)
     say("check: ready; start with `firesteel run " + recipe.name + "`")
+
+
+def _say_states(line: Line, ahead: Forecast) -> None:
+    """What the states take, where they are kept."""
+    hidden, (free, _) = line.recipe.hidden, free_disk(line.folder)
+    size = f"hidden states: at most {ahead.tokens} tokens, {ahead.nbytes / 1e9:.2f} GB as {hidden.codec}"
+    if hidden.store == "disk":
+        line.screen.say(f"{size} ({free / 1e9:.1f} GB free)")
+    elif hidden.store == "memory":
+        room = free_memory()
+        line.screen.say(f"{size}, in the memory of each process" + ("" if room is None else f" ({room / 1e9:.1f} GB free)"))
+        if room is not None and ahead.nbytes > room:
+            line.screen.warn("hidden.store=memory: the states may not fit; hidden.store=disk or stream, or hidden.codec=fp8, need less memory")
+    else:
+        line.screen.say(f"{size}, made while training runs and not kept")
+
+
+def _say_training(line: Line, drafters: list[str], ahead: Forecast) -> None:
+    """The time of training, drafter by drafter: of steps where they are counted, from a few on made-up states; and the clock's limit."""
+    train, say = line.recipe.train, line.screen.say
+    batches = last_batch(train, max(1, math.ceil(ahead.tokens / train.batch_tokens)))
+    for name in drafters if batches is not None else ():
+        assert batches is not None, "just asked"
+        steps = batches // train.accumulate
+        each, update = _step(line, name, ahead)
+        seconds = train.accumulate * each + update
+        say(f"training {name}: about {steps * seconds / 60:.1f} min for {steps} steps of {seconds:.3f} s, one process on this machine; validations come on top")
+    if train.max_minutes is not None:
+        arms = len(drafters)
+        say(f"training: at most {train.max_minutes * arms:g} min ({arms} drafter{'s' if arms > 1 else ''})")
+
+
+def _step(line: Line, algorithm: str, ahead: Forecast) -> tuple[float, float]:
+    """Seconds of a batch's passes, and of what follows once a step; a large batch is reckoned from a smaller one."""
+    train, (config, _) = line.recipe.train, configure(line, algorithm)
+    share = min(1.0, _TOKENS / train.batch_tokens, _ANCHORS / train.anchors)
+    mean = ahead.tokens // max(1, ahead.documents)
+    tokens = int(share * train.batch_tokens)
+    length = min(tokens, max(mean, 2 * config.block_size))
+    whole, update = step_seconds(
+        line.recipe,
+        config,
+        line.layer_ids,
+        line.target.head,
+        tokens=tokens - tokens % length,
+        length=length,
+        anchors=max(1, int(share * train.anchors)),
+        steps=_TRIALS,
+        normalised=line.recipe.target.engine == "local",
+    )
+    return (whole - update) * train.batch_tokens / (tokens - tokens % length), update
+
+
+def _say_evaluation(line: Line, arms: int, ahead: Forecast) -> None:
+    """Proof and evaluation decode one answer at a time: an upper bound from plain decoding, which drafting is to undercut."""
+    settings, responses = line.recipe.evaluate, line.recipe.responses
+    session = line.decoding_session(line.layer_ids, session_length(line))
+    ids = torch.randint(line.target.spec.vocab_size, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    spans = [decode_plain(session, ids, max_new_tokens=_STEPS + 1, eos_ids=()).seconds_decode / _STEPS for _ in range(2)]
+    chosen = per_domain(ahead.held_out.prompts, settings.prompts_per_domain)
+    asked = sum(len(p.slots) for p in chosen) * len(settings.temperatures)
+    asked += sum(len(p.slots) for s in settings.extra for p in read_extra(s).prompts)
+    timed = min(settings.speed_prompts, len(chosen)) * settings.speed_repeats * (1 + arms)
+    tokens = (asked * arms + timed) * settings.max_new_tokens + line.recipe.package.proof_prompts * responses.max_new_tokens
+    line.screen.say(
+        f"proof and evaluation: up to {tokens * min(spans) / 60:.1f} min: {asked * arms + timed} answers, one at a time, "
+        f"at the {1 / min(spans):.0f} tokens/s of plain decoding; drafts that are accepted shorten it"
+    )
 
 
 def _pace(line: Line) -> tuple[float, float]:

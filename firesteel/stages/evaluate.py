@@ -93,7 +93,7 @@ class _Evaluation:
         sets = {s.name: read_extra(s) for s in self.settings.extra}
         runtime = open_package(line, package.path)
         runtimes = {name: runtime} | {other: open_trained(line, other) for other in algorithms(line)[1:]}
-        chosen = _per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
+        chosen = per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
         requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
         extra = {
             part: [r for drafter, own in runtimes.items() for r in self._answers(own, drafter, loaded.prompts, self.settings.temperatures[0], part)]
@@ -344,7 +344,8 @@ def _speed(prompt: Prompt, arm: str, repeat: int, length: int, found: Decoded) -
     return SpeedRecord(prompt.id, prompt.domain, arm, repeat, length, len(found.tokens), found.seconds_prefill, found.seconds_decode, prompt.key)
 
 
-def _per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+def per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """The first `limit` prompts of each domain; all where there is no limit."""
     counts: dict[str, int] = {}
     chosen = []
     for prompt in prompts:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from firesteel.hidden.sample import HiddenSample, check_sample, predictable_posi
 from firesteel.hidden.stores import DiskStore, HiddenStore, MemoryStore, predict_bytes
 from firesteel.kernels.linear import wants_half
 from firesteel.prompts.conversation import Prompt
+from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.template import Document, build_document, supervised_by_source, supervised_tokens
 from firesteel.responses.answers import Answered
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import respond
+from firesteel.stages.forecast import check_room
 from firesteel.stages.line import Line
 from firesteel.stages.states import captured, check_served_logits
 from firesteel.target.local import LocalTarget
@@ -40,6 +42,14 @@ class Listed:
     tokens: int
     supervised: int
     domain: str
+
+
+@dataclass
+class Notes:
+    """What became of answers on their way to stored documents: left out, and kept but cut."""
+
+    dropped: Dropped = field(default_factory=Dropped)
+    cut: Dropped = field(default_factory=Dropped)
 
 
 def run(line: Line) -> Artifact:
@@ -100,10 +110,24 @@ def open_store(line: Line, artifact: Artifact) -> HiddenStore:
     return store
 
 
-def documents_of(line: Line, split: str) -> list[Document]:
-    """The documents of a split, as the stage makes them of prompts and answers."""
+def documents_of(line: Line, split: str, notes: Notes | None = None) -> list[Document]:
+    """The documents of a split, as the stage makes them of prompts and answers; what is left out or cut is counted in `notes`.
+
+    Raises:
+        DataError: there is none.
+    """
     prompts, responses = _inputs(line)
-    return _documents(line, prompts_stage.read_prompts(prompts, split), respond.read_responses(responses, split))
+    notes = notes or Notes()
+    found = _documents(line, prompts_stage.read_prompts(prompts, split), respond.read_responses(responses, split), notes)
+    if not found:
+        limit, cut = line.recipe.hidden.max_length, notes.dropped.counts[_cut_away(line)]
+        raise DataError(
+            f"no document of split {split} has a supervised token, or two in a row: the drafter could learn nothing; {'; '.join(notes.dropped.lines())}",
+            mend=f"hidden.max_length={limit} cuts {cut} of them before their answers: raise it"
+            if cut
+            else "check that the answers are not empty: firesteel respond RECIPE",
+        )
+    return found
 
 
 def _inputs(line: Line) -> tuple[Artifact, Artifact]:
@@ -128,17 +152,23 @@ def _check_target(line: Line, artifact: Artifact, verb: str) -> None:
 
 def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     recipe, target = line.recipe, line.target
-    documents = {split: documents_of(line, split) for split in SPLITS}
+    notes = Notes()
+    documents = {split: documents_of(line, split, notes) for split in SPLITS}
     every = [d for docs in documents.values() for d in docs]
     tokens, supervised = sum(len(d.token_ids) for d in every), sum(sum(d.loss_mask) for d in every)
     size = predict_bytes(tokens, supervised, len(line.layer_ids), target.spec.hidden_size, recipe.hidden.codec, len(every))
     streamed = recipe.hidden.store == "stream"
-    place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB"
+    place = "made while training runs, not kept" if streamed else f"{size / 1e6:.0f} MB" + (" of memory" if recipe.hidden.store == "memory" else "")
     line.screen.say(f"hidden: {len(every)} documents, {tokens} tokens ({supervised} supervised), layers {list(line.layer_ids)}, {place}")
     line.screen.say("hidden: supervised tokens by source: " + ", ".join(f"{n} of {name}" for name, n in supervised_by_source(every).items()))
     store = DiskStore(writer / _SAMPLES, recipe.hidden.codec) if recipe.hidden.store == "disk" else MemoryStore(recipe.hidden.codec)
+    check_room(line, size - store.nbytes())
     # Streamed states are made while training runs; a few are made here, to see that they are right.
-    bad = _capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store)
+    notes.dropped.merge(_capture_all(line, every[:_CHECKED_SAMPLES] if streamed else every, store))
+    for text in notes.dropped.lines():
+        line.screen.say(f"hidden: dropped: {text}")
+    for text in notes.cut.lines():
+        line.screen.say(f"hidden: kept, but {text}")
     if isinstance(store, DiskStore):
         store.sweep()
     checked, tolerance = [d for d in every if d.key in store][:_CHECKED_SAMPLES], recipe.hidden.logits_tolerance
@@ -147,12 +177,14 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     else:
         worst = check_logits(target, store, checked, tolerance)
     line.screen.say(f"hidden: logits recomputed from stored states differ from the target's by at most {worst:.4f} (total variation)")
-    index = {
-        s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs if streamed or d.key in store] for s, docs in documents.items()
-    }
+    kept = {s: [d for d in docs if streamed or d.key in store] for s, docs in documents.items()}
+    index = {s: [vars(Listed(d.key, len(d.token_ids), sum(d.loss_mask), d.domain)) for d in docs] for s, docs in kept.items()}
     for split, rows in index.items():
         if not rows:
-            raise DataError(f"no document of split {split} is left after the checks: {dict(bad)}", mend="look at the answers: firesteel respond RECIPE")
+            raise DataError(
+                f"no document of split {split} is left after the checks: {'; '.join(notes.dropped.lines())}",
+                mend="look at the answers: firesteel respond RECIPE",
+            )
     # Later stages depend on the states. Where none are kept beside the index, the content must tell them apart.
     states = {**writer.settings["hidden"], "layer_ids": list(line.layer_ids), "target": target.spec.fingerprint}
     write_atomic(writer / "index.json", json.dumps(index if isinstance(store, DiskStore) else {**index, "states": states}))
@@ -161,37 +193,56 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
         "target": target.spec.to_dict(),
         "layer_ids": list(line.layer_ids),
         "documents": {s: len(rows) for s, rows in index.items()},
-        "tokens": tokens,
-        "supervised": {s: supervised_tokens(docs) for s, docs in documents.items()},
-        "dropped": dict(bad),
+        "tokens": sum(len(d.token_ids) for docs in kept.values() for d in docs),
+        "supervised": {s: supervised_tokens(docs) for s, docs in kept.items()},
+        "dropped": notes.dropped.to_dict(),
+        "cut": notes.cut.to_dict(),
         "worst_total_variation": worst,
         "bytes": store.nbytes(),
     }
 
 
-def _documents(line: Line, prompts: Sequence[Prompt], answers: Sequence[Answered]) -> list[Document]:
+def _documents(line: Line, prompts: Sequence[Prompt], answers: Sequence[Answered], notes: Notes) -> list[Document]:
     """Documents of a split, cut to hidden.max_length; those without two supervised tokens in a row teach nothing and are left out."""
     by_key = {p.key: p for p in prompts}
     limit = line.recipe.hidden.max_length
     found: dict[str, Document] = {}
     for answered in answers:
-        for document in build_document(line.target.tokenizer, by_key[answered.prompt_key], answered.turns):
+        prompt = by_key[answered.prompt_key]
+        documents = build_document(line.target.tokenizer, prompt, answered.turns)
+        if len({turn for d in documents for turn in d.turns}) < len(answered.turns):
+            notes.dropped.add("empty answer", prompt.where)
+        for document in documents:
             cut = Document(**{**vars(document), "token_ids": document.token_ids[:limit], "loss_mask": document.loss_mask[:limit]})
-            if any(a and b for a, b in zip(cut.loss_mask[:-1], cut.loss_mask[1:], strict=True)):
-                found[cut.key] = cut
-    supervised_tokens(found.values())
+            if not _teaches(cut):
+                notes.dropped.add(_cut_away(line) if _teaches(document) else "no two supervised tokens in a row", prompt.where)
+                continue
+            if (key := cut.key) in found:
+                notes.dropped.add("the same tokens as another document", prompt.where)
+            elif len(document.token_ids) > limit:
+                notes.cut.add(f"cut to hidden.max_length={limit} tokens", prompt.where)
+            found[key] = cut
     return list(found.values())
 
 
-def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) -> Counter[str]:
+def _teaches(document: Document) -> bool:
+    """A block starts at a supervised token and predicts those after it."""
+    return any(a and b for a, b in pairwise(document.loss_mask))
+
+
+def _cut_away(line: Line) -> str:
+    return f"no two supervised tokens in a row within hidden.max_length={line.recipe.hidden.max_length}"
+
+
+def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) -> Dropped:
     """Capture what is not stored yet; a document whose states fail the checks is dropped and counted.
 
     Raises:
         HiddenStateError: more than a tenth of the documents fail.
     """
     missing = sorted((d for d in documents if d.key not in store), key=lambda d: len(d.token_ids))
-    bad: Counter[str] = Counter()
-    last = ""
+    sources = {d.key: d.source for d in missing}
+    bad, last = Dropped(), ""
     with line.screen.bar("capturing hidden states", sum(len(d.token_ids) for d in missing)) as bar:
         for sample in captured(line, missing) if line.recipe.target.engine == "vllm" else _captured(line, missing):
             try:
@@ -199,11 +250,12 @@ def _capture_all(line: Line, documents: Sequence[Document], store: HiddenStore) 
                 store.put(sample)
             except HiddenStateError as e:
                 last = e.message
-                bad[e.message.replace(sample.key, "").strip()] += 1
+                reason = " ".join(e.message.replace(sample.key, "").split()).replace(" ,", ",").replace(" :", ":")
+                bad.add(reason, f"{sources[sample.key]}, document {sample.key}")
             bar.advance(len(sample))
-    if sum(bad.values()) > 0.1 * len(documents):
+    if bad.total > 0.1 * len(documents):
         raise HiddenStateError(
-            f"{sum(bad.values())} of {len(documents)} documents have bad hidden states; the last: {last}", mend="check target.layer_ids and target.dtype"
+            f"{bad.total} of {len(documents)} documents have bad hidden states; the last: {last}", mend="check target.layer_ids and target.dtype"
         )
     return bad
 

@@ -22,8 +22,9 @@ from firesteel.cluster.costs import muon_flops, normaliser_flops, prefill_flops,
 from firesteel.cluster.hardware import load_hardware
 from firesteel.cluster.measured import Measured, apply_measured
 from firesteel.cluster.planner import computed_here
-from firesteel.cluster.shapes import DrafterShape, TargetShape, known_target
+from firesteel.cluster.shapes import DrafterShape, known_target
 from firesteel.cluster.topology import CPU
+from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.registry import get_spec
 from firesteel.evaluation.machine import machine_facts
 from firesteel.hidden.sample import HiddenSample
@@ -75,7 +76,8 @@ def measure_machine(line: Line) -> Measured:
     batch, anchors = min(recipe.train.batch_tokens, _TOKENS), min(recipe.train.anchors, _ANCHORS)
     length = min(batch, _DOCUMENT)
     batch -= batch % length
-    step, update = _step_seconds(recipe, target, trial_head(model), batch, length, anchors)
+    ids = pick_layer_ids(recipe, target.layers)
+    step, update = step_seconds(recipe, draft_config(recipe, target), ids, trial_head(model), tokens=batch, length=length, anchors=anchors)
     moved = update_bytes(drafter) / bandwidth
     muon = recipe.train.optimizer == "muon"
     return replace(
@@ -136,36 +138,60 @@ def _least(work: Callable[[], object], repeats: int = 8) -> float:
     return min(times)
 
 
-def _step_seconds(recipe: Recipe, target: TargetShape, head: TargetHead, tokens: int, length: int, anchors: int) -> tuple[float, float]:
+def step_seconds(
+    recipe: Recipe,
+    config: DraftConfig,
+    layer_ids: tuple[int, ...],
+    head: TargetHead,
+    *,
+    tokens: int,
+    length: int,
+    anchors: int,
+    steps: int = _STEPS,
+    normalised: bool = False,
+) -> tuple[float, float]:
     """Seconds of a training step on made-up states of documents of `length` (packing, loss, backward pass, clipping, optimizer), and of its last two;
-    medians of some."""
-    config = draft_config(recipe, target)
-    ids = pick_layer_ids(recipe, target.layers)
-    vocab = DraftVocab(torch.arange(config.draft_vocab_size), target.vocab) if config.reduced_vocab else None
+    medians of `steps`, after one that does not count.
+
+    Args:
+        head: of the target; the step runs on its device.
+        normalised: states come with the target's log-normalisers, as the local engine gives them.
+    """
+    device, width = head.weight.device, config.target_hidden_size
+    vocab = DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size) if config.reduced_vocab else None
     generator = torch.Generator().manual_seed(0)
     layout = BlockLayout(config.block_size, config.sample_from_anchor, uniform_weights(config.block_size, config.sample_from_anchor), vocab)
     store, keys = MemoryStore("fp32"), [f"trial{i}" for i in range(tokens // length)]
     for key in keys:
         ids_of = torch.randint(config.draft_vocab_size, (length,), generator=generator)
-        aux, last = torch.randn(length, len(ids), target.hidden, generator=generator), torch.randn(length, target.hidden, generator=generator)
-        store.put(HiddenSample(key, ids_of, torch.ones(length, dtype=torch.bool), aux, last, torch.arange(length), ids, "trial"))
+        aux, last = torch.randn(length, len(layer_ids), width, generator=generator), torch.randn(length, width, generator=generator)
+        norms = head.logits(last.to(device)).logsumexp(-1).cpu() if normalised else None
+        store.put(HiddenSample(key, ids_of, torch.ones(length, dtype=torch.bool), aux, last, torch.arange(length), layer_ids, "trial", norms))
     source = BatchSource(store, keys, [length] * len(keys), layout, batch_tokens=tokens, anchors=anchors, seed=0)
     torch.manual_seed(0)
-    drafter = get_spec(config.algorithm).build(config)
+    drafter = get_spec(config.algorithm).build(config).to(device)
     train = recipe.train.model_copy(update={"accumulate": 1})
     with tempfile.TemporaryDirectory() as folder:
         job = TrainJob(drafter, make_tables(head, vocab), source, [], train, recipe.loss, Path(folder), (), lambda _: None)
         prepare_memory(job)
         optimizers, weights = Optimizers(drafter, train), loss_weights(recipe.loss, 1.0)
-        steps, updates = [], []
-        for number in range(_STEPS + 1):
+        wholes, updates = [], []
+        for number in range(steps + 1):
             started = time.perf_counter()
             optimizers.zero_grad()
             for batch in source.take(number, 1):
                 backward(job, batch, weights)
+            _settle(device)
             backed = time.perf_counter()
             nn.utils.clip_grad_norm_(drafter.parameters(), train.clip)
             optimizers.step()
-            steps.append(time.perf_counter() - started)
+            _settle(device)
+            wholes.append(time.perf_counter() - started)
             updates.append(time.perf_counter() - backed)
-    return median(steps[1:]), median(updates[1:])
+    return median(wholes[1:]), median(updates[1:])
+
+
+def _settle(device: torch.device) -> None:
+    """A GPU is done only when it says so."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

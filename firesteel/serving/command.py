@@ -53,14 +53,10 @@ def find_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> Engine:
 
 
 def pick_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> tuple[str, str]:
-    """What `serve.engine: auto` takes on this machine: `vllm` where it is there and sees a CUDA device, else `own`; and why.
-
-    Raises:
-        RecipeError: the recipe names an interpreter that does not exist.
-    """
+    """What `serve.engine: auto` takes on this machine: `vllm` where it is there and sees a CUDA device, else `own`; and why."""
     try:
         found = find_engine(serve, extraction)
-    except ResourceError as e:
+    except (RecipeError, ResourceError) as e:  # a recipe travels to machines without the environment that it names
         return "own", e.message
     if found.cpu:
         return "own", f"{found.python} has vLLM's CPU build, which proves drafters and is not made for serving them"

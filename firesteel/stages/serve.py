@@ -62,11 +62,7 @@ def recipe_settings(package: Path) -> dict[str, Any]:
 
 
 def engine_of(line: Line, *, dry_run: bool) -> str:
-    """`vllm` or `own`: what the recipe says, or what suits this machine, which is then said.
-
-    Raises:
-        RecipeError: the recipe names an interpreter that does not exist.
-    """
+    """`vllm` or `own`: what the recipe says, or what suits this machine, which is then said."""
     settings = line.recipe.serve
     if settings.engine != "auto":
         return settings.engine

@@ -13,9 +13,7 @@ from vllm_fake import install_fake
 
 from firesteel.cli import runner
 from firesteel.cli.app import app
-from firesteel.errors import RecipeError
 from firesteel.recipe import load_recipe, recipe_from_dict
-from firesteel.serving.command import pick_engine
 from firesteel.serving.smoke import Pace, time_both
 from firesteel.stages import serve
 from firesteel.stages.line import Line
@@ -55,10 +53,10 @@ def test_who_is_named_is_not_asked_about(tmp_path: Path, engine: str) -> None:
     assert not line.screen.lines  # type: ignore[attr-defined]
 
 
-def test_an_interpreter_that_is_not_there_is_said() -> None:
+def test_a_recipe_may_name_an_environment_that_another_machine_has() -> None:
     line = line_of(Path("no/such/python"))
-    with pytest.raises(RecipeError, match=r"serve\.python=no/such/python does not exist"):
-        pick_engine(line.recipe.serve, line.recipe.target.vllm)
+    assert serve.engine_of(line, dry_run=False) == "own"
+    assert "serve.python=no/such/python does not exist (--engine" in line.screen.lines[0]  # type: ignore[attr-defined]
     assert serve.engine_of(line, dry_run=True) == "vllm", "the command is for another machine"
 
 

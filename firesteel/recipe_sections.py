@@ -334,8 +334,10 @@ class Evaluate(Section):
 
 
 class Serve(Section):
-    engine: Literal["vllm", "own"] = Field(
-        "vllm", description="Who serves target and drafter: vLLM, or Firesteel's own batched engine in this process (docs/server.md)."
+    engine: Literal["auto", "vllm", "own"] = Field(
+        "auto",
+        description="Who serves target and drafter: `vllm`, `own` (Firesteel's batched engine in this process, docs/server.md), or `auto`: vLLM where it is "
+        "installed (serve.python) and a CUDA device is visible, else own.",
     )
     python: str | None = Field(None, description="Python of the environment that has vLLM; empty takes target.vllm.python, and without that Firesteel's own.")
     host: str = Field("127.0.0.1", description="Address at which the server listens.")
@@ -349,7 +351,10 @@ class Serve(Section):
     prompts: int = Field(8, description="Held-out prompts that the smoke check sends.", ge=1)
     request_timeout: float = Field(600.0, description="Seconds that one answer of the smoke check may take.", gt=0)
     tolerance: float = Field(
-        0.1, description="Largest relative shortfall of the drafted tokens accepted per round, as the server counts them, against what was measured.", gt=0
+        0.1,
+        description="Largest relative difference of the drafted tokens accepted per round, as the server counts them, from what was measured; more is no "
+        "fault where other prompts were measured.",
+        gt=0,
     )
     policy: Literal["fixed", "threshold", "scheduled", "asynchronous", "plain"] = Field(
         "scheduled", description="Own engine: how many drafts are verified (docs/scheduling.md); `plain` decodes without the drafter."

@@ -59,11 +59,11 @@ def test_command_exists(page: str, command: str, tmp_path: Path) -> None:
 
 
 def _recipe(name: str, overrides: list[str], tmp_path: Path) -> None:
-    if name.endswith(".yaml"):  # the reader's own: the one that README shows
-        shown = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        assert shown
+    if name.endswith(".yaml"):  # the reader's own: a page shows it under its name
+        shown = [text for page in PAGES for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S) if text.startswith(f"# {name}\n")]
+        assert len(shown) == 1, name
         file = tmp_path / name
-        file.write_text(shown.group(1))
+        file.write_text(shown[0])
         name = str(file)
     assert recipe_from_dict(load_recipe(name, overrides).model_dump())
 

@@ -243,12 +243,12 @@ def stitch(
 def serve(
     what: Annotated[str, typer.Argument(metavar="RECIPE_OR_FOLDER", help="A recipe whose drafter is packaged, or a packaged folder.")],
     overrides: Overrides = None,
-    engine: Annotated[str | None, typer.Option(help="Who serves: vllm, or own (Firesteel's engine). By default serve.engine, which is vllm.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Who serves: vllm, own (Firesteel's engine), or auto. By default serve.engine, which is auto.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the production commands.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only start the server, check it and stop it.")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="FIRESTEEL_API_KEY", help="The key that clients of the own engine must send.")] = None,
 ) -> None:
-    """Serve target and drafter: with vLLM, after a check that it accepts what was measured, or with Firesteel's own engine."""
+    """Serve target and drafter: with vLLM on a GPU, after a check that it accepts what was measured, else with Firesteel's own engine."""
     # As YAML text: a key of digits stays a text.
     named = {"engine": engine, "api_key": None if api_key is None else json.dumps(api_key)}
     settings = [f"serve.{name}={value}" for name, value in named.items() if value is not None]

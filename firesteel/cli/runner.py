@@ -62,9 +62,10 @@ def serve_drafter(what: str, overrides: list[str], dry_run: bool, smoke: bool) -
     _quiet()
     folder = Path(what) if (Path(what) / "config.json").is_file() else None
     recipe = load_recipe(what, overrides) if folder is None else recipe_from_dict(replace_settings(serve.recipe_settings(folder), overrides))
+    line = Line(recipe, ConsoleScreen())
     # By name: it needs FastAPI, which those who serve with vLLM need not have.
-    served = importlib.import_module("firesteel.stages.serve_own") if recipe.serve.engine == "own" else serve
-    served.run(Line(recipe, ConsoleScreen()), folder, dry_run=dry_run, smoke=smoke)
+    served = importlib.import_module("firesteel.stages.serve_own") if serve.engine_of(line, dry_run=dry_run) == "own" else serve
+    served.run(line, folder, dry_run=dry_run, smoke=smoke)
 
 
 def bench_servers(recipe: Recipe, servers: list[str]) -> None:

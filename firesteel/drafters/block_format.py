@@ -124,9 +124,18 @@ def block_limits(config: DraftConfig) -> list[str]:
     reason = block_unserved(config)
     if reason is not None:
         found.append(f"{reason} Firesteel's own engine decodes it.")
-    if SLIDING in config.layer_types and FULL in config.layer_types:
+    if _mixed(config):
         found.append("Its layers mix sliding and full attention, which vLLM serves with its V2 model runner only.")
     return found
+
+
+def needs_second_runner(config: DraftConfig) -> bool:
+    """Whether vLLM serves it with its V2 model runner only: all but a DFlash whose layers are of one kind."""
+    return config.algorithm != "dflash" or _mixed(config)
+
+
+def _mixed(config: DraftConfig) -> bool:
+    return SLIDING in config.layer_types and FULL in config.layer_types
 
 
 def block_unserved(config: DraftConfig) -> str | None:

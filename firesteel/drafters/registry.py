@@ -39,6 +39,7 @@ register(
         method="dspark",
         limits=dspark.limits,
         unserved=dspark.unserved,
+        second_runner=blocks.needs_second_runner,
         starts_from=("dflash",),
         native=Native(latents.MODEL_TYPE, latents.is_latent, latents.LatentFields, latents.latent_to_json, latents.latent_from_json),
         shares_context=True,
@@ -61,6 +62,7 @@ register(
         method="dflash",
         limits=blocks.block_limits,
         unserved=blocks.block_unserved,
+        second_runner=blocks.needs_second_runner,
         shares_context=True,
     )
 )
@@ -83,6 +85,7 @@ register(
         method="dflash",  # vLLM tells DFlash2 by the architecture
         limits=two.dflash2_limits,
         unserved=blocks.block_unserved,
+        second_runner=blocks.needs_second_runner,
         starts_from=("dflash",),
         shares_context=True,
     )

@@ -37,6 +37,10 @@ def _served(config: DraftConfig) -> str | None:
     return None
 
 
+def _either_runner(config: DraftConfig) -> bool:
+    return False
+
+
 def _as_it_is(config: DraftConfig, layer: Mapping[str, Any], num_layers: int) -> DraftConfig:
     return config
 
@@ -95,6 +99,7 @@ class DraftSpec:
         serving: more of that config.
         limits: what a user must know before serving, a sentence each.
         unserved: why vLLM cannot serve this drafter, or None.
+        second_runner: whether vLLM serves it with its V2 model runner only, which its CPU build has not.
         native: another config.json for some of its drafters.
         adapt: (config, the target's text configuration, its number of layers) -> the config, for drafters made of the target's own parts.
         fits: (recipe, the target's text configuration, reads the tensors of its files below `stitch`): refuses, before anything is spent, what
@@ -130,6 +135,7 @@ class DraftSpec:
     serving: Mapping[str, Any] = field(default_factory=lambda: {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"})
     limits: Callable[[DraftConfig], list[str]] = _no_limits
     unserved: Callable[[DraftConfig], str | None] = _served
+    second_runner: Callable[[DraftConfig], bool] = _either_runner
     native: Native | None = None
     adapt: Callable[[DraftConfig, Mapping[str, Any], int], DraftConfig] = _as_it_is
     fits: Callable[[recipes.Drafter, Mapping[str, Any], Callable[[], Mapping[str, Tensor]]], None] = _anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from firesteel.package.card import limits
 from firesteel.package.contract import Contract
 
 DEPLOY = "DEPLOY.md"
+_PORT = re.compile(r"--port (\d+)")
 # Tested with; what other versions do is not known here.
 TESTED_VLLM = "0.32.0"
 _CPU_LIMITS = (
@@ -22,11 +24,12 @@ _CPU_LIMITS = (
 )
 
 
-def deploy_note(config: DraftConfig, contract: Contract, commands: Sequence[str], checked: Mapping[str, Any] | None) -> str:
+def deploy_note(config: DraftConfig, contract: Contract, commands: Sequence[str], checked: Mapping[str, Any] | None, *, plain: Sequence[str]) -> str:
     """The note as Markdown.
 
     Args:
         commands: one for each machine.
+        plain: the same server without the drafter, at another port.
         checked: what the smoke check found: `engine`, `prompts`, `acceptance_length`, `expected` {`acceptance_length`, `measured_on`}; None where none ran.
     """
     spec = get_spec(config.algorithm)
@@ -43,11 +46,27 @@ def deploy_note(config: DraftConfig, contract: Contract, commands: Sequence[str]
         lines += [f"**Not served by vLLM {TESTED_VLLM}:** {reason}", ""]
     if spec.stitch:
         lines += ["The model is a copy of the target with this head in it: `firesteel stitch PATH_OF_THIS_FOLDER TARGET NEW_FOLDER` makes it.", ""]
-    lines += ["## What it should reach", "", _promise(contract), "", _checked(checked), "", "## Known limits", ""]
+    lines += ["## What it should reach", "", _promise(contract), "", _checked(checked), ""]
+    if reason is None:
+        lines += ["## Whether it speeds up", "", *_bench(commands, plain), ""]
+    lines += ["## Known limits", ""]
     known = [*limits(config, contract), *_CPU_LIMITS]
     if contract.temperatures:
         known.append("vLLM reads the confidence head but not the calibrated temperatures, which `firesteel.json` holds.")
     return "\n".join([*lines, *(f"- {line}" for line in known)]) + "\n"
+
+
+def _bench(commands: Sequence[str], plain: Sequence[str]) -> list[str]:
+    drafter, without = (_PORT.findall(" ".join(c))[-1] for c in (commands, plain))
+    return [
+        "Acceptance alone does not tell. Start the server above, and beside it the same one without the drafter, each on devices of its own "
+        "or with its share of their memory (`--gpu-memory-utilization`):",
+        "",
+        *(f"```bash\n{command}\n```\n" for command in plain),
+        "Then put both under the same load, in alternation:",
+        "",
+        f"```bash\nfiresteel bench RECIPE --server=drafter=http://127.0.0.1:{drafter} --server=plain=http://127.0.0.1:{without}\n```",
+    ]
 
 
 def _promise(contract: Contract) -> str:
@@ -62,7 +81,9 @@ def _promise(contract: Contract) -> str:
 
 def _checked(checked: Mapping[str, Any] | None) -> str:
     if checked is None:
-        return "No server has been checked yet: `firesteel serve RECIPE --smoke` starts one, sends held-out prompts and compares its own counters."
+        return (
+            "No server has been checked yet: `firesteel serve RECIPE --engine=vllm --smoke` starts one, sends held-out prompts and compares its own counters."
+        )
     expected = checked["expected"]
     return (
         f"Checked with {checked['engine']}: acceptance length {checked['acceptance_length']:.3f} on {checked['prompts']} held-out prompts; "

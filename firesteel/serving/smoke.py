@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,21 @@ import httpx
 from firesteel.errors import VerificationError
 from firesteel.serving.counters import Counters, read_counters
 
+_SLACK = 0.02  # accepted drafts a round that may come where none were measured
+
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the drafter is known to reach: an acceptance length at this many drafts a round, greedily, and where it was measured."""
+    """What the drafter is known to reach: an acceptance length at this many drafts a round, greedily, and where it was measured.
+
+    Attributes:
+        exact: measured on the very prompts that are sent, with as many drafts a round: then more is as wrong as less.
+    """
 
     acceptance_length: float
     tokens: int
     measured_on: str
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,13 @@ class Smoke:
     @property
     def acceptance_length(self) -> float:
         return self.counters.acceptance_length
+
+    @property
+    def acceptance_within(self) -> float:
+        """The least that it can be within the answers: a server counts what it accepted behind their ends as well."""
+        # An answer has a token of its prompt's pass, and of each round those accepted and one more.
+        beyond = max(0, self.prompts + self.counters.drafts + self.counters.accepted - self.tokens)
+        return 1 + max(0, self.counters.accepted - beyond) / max(1, self.counters.drafts)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -50,10 +65,10 @@ def smoke_check(url: str, prompts: Sequence[Sequence[int]], expected: Expectatio
 
     Args:
         prompts: token ids.
-        tolerance: largest relative shortfall of the accepted tokens per round (the acceptance length less the target's own token).
+        tolerance: largest relative difference of the accepted tokens per round (the acceptance length less the target's own token).
 
     Raises:
-        VerificationError: the server does not answer or count, or accepts less than expected.
+        VerificationError: the server does not answer or count, or accepts less than expected; or more, where the expectation is `exact`.
     """
     with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
         model = _ask(client, "GET", "/v1/models", None)["data"][0]["id"]
@@ -66,6 +81,46 @@ def smoke_check(url: str, prompts: Sequence[Sequence[int]], expected: Expectatio
     return smoke
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Tokens per second of the same answers, one at a time: with drafts, and without."""
+
+    drafted: float
+    plain: float
+
+    @property
+    def ratio(self) -> float:
+        return self.drafted / self.plain
+
+    def to_dict(self) -> dict[str, float]:
+        return {**vars(self), "ratio": self.ratio}
+
+
+def time_both(url: str, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, timeout: float) -> Pace:
+    """Time prompts with the drafter and without it, in alternation, at a server that knows `speculate` (Firesteel's own) and has seen them before.
+
+    Raises:
+        VerificationError: the server does not answer.
+    """
+    spent, written = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
+        model = _ask(client, "GET", "/v1/models", None)["data"][0]["id"]
+
+        def write(prompt: Sequence[int], speculate: bool) -> tuple[float, int]:
+            body = {"model": model, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0, "speculate": speculate}
+            began = time.perf_counter()
+            tokens = int(_ask(client, "POST", "/v1/completions", body)["usage"]["completion_tokens"])
+            return time.perf_counter() - began, tokens
+
+        write(prompts[0], False)  # the check has drafted: what only plain steps need is made now
+        for number, prompt in enumerate(prompts):
+            for speculate in (True, False) if number % 2 == 0 else (False, True):
+                seconds, tokens = write(prompt, speculate)
+                spent[speculate] += seconds
+                written[speculate] += tokens
+    return Pace(*(written[how] / spent[how] for how in (True, False)))
+
+
 def _judge(smoke: Smoke, tolerance: float) -> None:
     counters, expected = smoke.counters, smoke.expected
     if not counters.drafts:
@@ -76,6 +131,13 @@ def _judge(smoke: Smoke, tolerance: float) -> None:
             f"served, the drafter reaches acceptance length {counters.acceptance_length:.3f} ({counters.drafts} rounds; by position {by_position}), "
             f"but {expected.acceptance_length:.3f} was measured on {expected.measured_on} (serve.tolerance={tolerance:g})",
             mend="the server does not run what was trained: another target, revision or quantisation, other layers, or a limit that DEPLOY.md names",
+        )
+    if expected.exact and smoke.acceptance_within - 1 > max((expected.acceptance_length - 1) * (1 + tolerance), _SLACK):
+        raise VerificationError(
+            f"served, the drafter reaches acceptance length {smoke.acceptance_within:.3f} or more ({counters.drafts} rounds), "
+            f"but only {expected.acceptance_length:.3f} was measured on {expected.measured_on} (serve.tolerance={tolerance:g})",
+            mend="the server does not run what was measured: another drafter or target, or drafts that it accepts without verifying them; "
+            "if it is a new one, `firesteel evaluate RECIPE` measures it",
         )
 
 

@@ -17,7 +17,7 @@ from firesteel.package.contract import Promise, make_contract
 from firesteel.package.deploy import DEPLOY, deploy_note
 from firesteel.package.export import Exported, export
 from firesteel.package.load import describe
-from firesteel.serving.command import shown_commands
+from firesteel.serving.command import plain_commands, shown_commands
 from firesteel.stages import extract
 from firesteel.stages.calibrate import read_calibration
 from firesteel.stages.line import Line
@@ -83,8 +83,8 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     exported = export(writer.path, trained.drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)
     proof = _prove(line, open_package(line, writer.path), store, keys, promised.acceptance_length)
     write_atomic(writer / CARD, model_card(config, contract, numbers=None, training=_training(about), exported=exported))
-    commands = shown_commands(recipe, speculative_config(config, contract, "PATH_OF_THIS_FOLDER"))
-    write_atomic(writer / DEPLOY, deploy_note(config, contract, commands, None))
+    speculative = speculative_config(config, contract, "PATH_OF_THIS_FOLDER")
+    write_atomic(writer / DEPLOY, deploy_note(config, contract, shown_commands(recipe, speculative), None, plain=plain_commands(recipe, speculative)))
     return {"parameters": exported.parameters, "file_bytes": exported.file_bytes, "weights_sha256": exported.weights_sha256, "proof": vars(proof)}
 
 

@@ -19,7 +19,7 @@ from firesteel.package.load import describe
 from firesteel.prompts.template import decode_ids, encode_prompt
 from firesteel.serving.server import Server
 from firesteel.serving.service import Served, Service
-from firesteel.serving.smoke import smoke_check
+from firesteel.serving.smoke import smoke_check, time_both
 from firesteel.stages.engine import open_engine
 from firesteel.stages.line import Line
 from firesteel.stages.serve import NAME, held_out, warn_of_template
@@ -31,7 +31,8 @@ _SPARE = 10
 
 
 def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None:
-    """Serve until SIGTERM or Ctrl-C; or check with held-out prompts that as much is accepted as was measured (`smoke`), and stop.
+    """Serve until SIGTERM or Ctrl-C; or check with held-out prompts that as much is accepted as was measured, time them with and without drafts (`smoke`),
+    and stop.
 
     Args:
         package: an exported folder; None takes the run's own. With serve.policy=plain none is needed.
@@ -41,7 +42,7 @@ def run(line: Line, package: Path | None, *, dry_run: bool, smoke: bool) -> None
         CheckpointError: the drafter is damaged, or belongs to another target.
         RecipeError: settings that this engine has not.
         TargetError: the port is taken.
-        VerificationError: less is accepted than was measured.
+        VerificationError: less is accepted than was measured, or more on the same prompts; or nothing was measured.
     """
     settings = line.recipe.serve
     _refuse_vllms_settings(line, dry_run)
@@ -94,8 +95,8 @@ def _check(line: Line, folder: Path | None) -> None:
     # What was measured is acceptance at a fixed length; the other policies verify fewer drafts.
     settings = line.recipe.serve.model_copy(update={"policy": "fixed", "api_key": None})
     line = replace(line, recipe=line.recipe.model_copy(update={"serve": settings}))
-    engine = open_engine(line, folder)
-    asked = held_out(line, folder, engine.draft_tokens)
+    engine = open_engine(line, folder, spare=_SPARE)
+    asked = held_out(line, folder, engine.draft_tokens, needed=True)
     server, service = Server("127.0.0.1", 0), Service(served_model(line), engine, settings)
     thread = threading.Thread(target=server.run, args=(service,), name="firesteel-server")
     thread.start()
@@ -104,6 +105,7 @@ def _check(line: Line, folder: Path | None) -> None:
         found = smoke_check(
             server.url, asked.prompts, asked.expected, max_new_tokens=asked.max_new_tokens, tolerance=settings.tolerance, timeout=settings.request_timeout
         )
+        pace = time_both(server.url, asked.prompts, max_new_tokens=asked.max_new_tokens, timeout=settings.request_timeout)
     finally:
         server.stop()
         thread.join()
@@ -111,8 +113,13 @@ def _check(line: Line, folder: Path | None) -> None:
         f"serve: acceptance length {found.acceptance_length:.3f} by the server's own counters ({found.counters.drafts} rounds, {found.prompts} prompts); "
         f"{asked.expected.acceptance_length:.3f} measured on {asked.expected.measured_on}"
     )
+    told = f"{pace.drafted:.1f} tokens/s with {engine.draft_tokens} drafts a round, {pace.plain:.1f} without, one answer at a time on these prompts"
+    if pace.ratio < 1:
+        line.screen.warn(f"serve: the drafter makes it slower, {pace.ratio:.2f} times: {told}; serve.policy=scheduled drafts only what pays")
+    else:
+        line.screen.say(f"serve: {pace.ratio:.2f} times the speed of plain decoding: {told}")
     (line.folder / NAME).mkdir(parents=True, exist_ok=True)
-    checked = {**found.to_dict(), "engine": f"firesteel {__version__}"}
+    checked = {**found.to_dict(), "engine": f"firesteel {__version__}", "speed": pace.to_dict()}
     write_atomic(line.folder / NAME / "smoke_own.json", json.dumps(checked, indent=1) + "\n")
 
 

@@ -38,7 +38,7 @@ def state_of(recipe: Recipe) -> dict[str, Any]:
         stages[name] = "working"
         if name.split("-")[0] == "train":
             ranks = read_status(path)
-            endpoints += endpoints_of(ranks, time.time())
+            endpoints += endpoints_of(ranks)
             training.append({"name": name, "ranks": ranks, "events": [{**asdict(e), "text": sentence(e)} for e in read_events(path)[-_LAST:]]})
     return {"run": str(folder), "time": time.time(), "stages": stages, "trained": trained, "training": training, "endpoints": endpoints}
 
@@ -57,7 +57,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         done = f"{about['steps']:,} steps in {_time(about['train_seconds'])}, acceptance length {about['acceptance_length']:.3f} in validation"
         text.append(f"{name}: {about['algorithm']}, {done}; what happened is in {name}/{JOURNAL}")
     for training in found["training"]:
-        text += _training(training, found["time"])
+        text += _training(training)
     rows = found["endpoints"]
     if rows:
         text += ["", f"servers ({sum(r['tokens_per_second'] for r in rows):,.0f} tokens/s of late):"]
@@ -68,7 +68,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return text
 
 
-def _training(training: dict[str, Any], now: float) -> list[str]:
+def _training(training: dict[str, Any]) -> list[str]:
     ranks = training["ranks"]
     text = ["", f"{training['name']}:"]
     first = next((r for r in ranks if r["rank"] == 0 and "step" in r), None)
@@ -84,8 +84,11 @@ def _training(training: dict[str, Any], now: float) -> list[str]:
             skipped = f"{first['skipped']} steps not finite, {first['spiked']} spikes"
             text.append(f"  {skipped}, {first['returns']} returns to a good state (learning rates x {first['rate']:g})")
     for r in (r for r in ranks if "step" in r):
-        age = now - r["time"]
-        quiet = f"; nothing heard for {_time(age)}: stopped?" if age > _SILENT else ""
+        age, quiet = r["age"], ""
+        if age is None:
+            quiet = f"; last heard at {time.strftime('%H:%M:%S', time.gmtime(r['time']))} by its own clock"
+        elif age > _SILENT:
+            quiet = f"; nothing heard for {_time(age)}: stopped?"
         held = "" if r["held"] is None else f", {r['held']:,} tokens held or asked for"
         text.append(f"  rank {r['rank']} on {r['host']}: {r['tokens_per_second']:,.0f} tokens/s, waited {_time(r['waited'])}{held}{quiet}")
     if training["events"]:

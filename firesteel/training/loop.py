@@ -148,7 +148,7 @@ def open_lookout(job: TrainJob) -> Lookout:
 
     def endpoints() -> list[dict[str, Any]]:
         others = [r for r in read_status(job.folder) if r["rank"] != job.world.rank] if job.world.size > 1 else []
-        return endpoints_of([{"time": time.time(), "endpoints": job.source.endpoints()}, *others], time.time())
+        return endpoints_of([{"age": 0.0, "endpoints": job.source.endpoints()}, *others])
 
     log = EventLog(job.folder) if job.world.first else None
     return Lookout(job.watch, log, lambda text: job.on_step({"alarm": text}), endpoints, free_bytes(job.folder))

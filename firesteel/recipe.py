@@ -89,6 +89,9 @@ class Recipe(Section):
             except ValidationError as e:
                 first = e.errors()[0]
                 raise ValueError(f"evaluate.drafters.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for name in self.evaluate.checkpoints:
+            if name in ("", "plain", self.drafter.algorithm, *self.evaluate.compare):
+                raise ValueError(f"evaluate.checkpoints has {name!r}, which is another arm's name: give the checkpoint one of its own")
         return self
 
     def drafter_of(self, algorithm: str) -> Drafter:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from firesteel.stages.line import Bar
@@ -49,7 +50,7 @@ class ConsoleScreen:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"[yellow]warning:[/] {text}", soft_wrap=True)
+        self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     @contextmanager
     def bar(self, label: str, total: float) -> Iterator[Bar]:
@@ -58,13 +59,13 @@ class ConsoleScreen:
             yield _PlainBar(self.console, label, total)
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield _RichBar(progress, progress.add_task(label, total=max(total, 1e-9), note=""))

@@ -93,6 +93,9 @@ class Recipe(Section):
                     near = _nearest(key, [k for k, _ in known_keys(Drafter)])
                     raise ValueError(f"unknown setting {inside}.{key}" + (f"; did you mean {inside}.{near}?" if near else "")) from None
                 raise ValueError(f"{inside}.{key}: {first['msg']}") from None
+        for name in self.evaluate.checkpoints:
+            if name in ("", "plain", self.drafter.algorithm, *self.evaluate.compare):
+                raise ValueError(f"evaluate.checkpoints has {name!r}, which is another arm's name: give the checkpoint one of its own")
         return self
 
     def drafter_of(self, algorithm: str) -> Drafter:

@@ -326,6 +326,9 @@ class Evaluate(Section):
     drafters: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Where a compared algorithm's `drafter` settings differ, such as {eagle3: {num_layers: 1}}."
     )
+    checkpoints: dict[str, str] = Field(
+        default_factory=dict, description="Checkpoints of this target to report beside, {NAME: FOLDER}, in the speculators format (docs/convert.md)."
+    )
     extra: list[ExtraSet] = Field(default_factory=list, description="More prompt sets to report.")
     bootstrap: int = Field(2000, description="Bootstrap resamples for intervals.", ge=100)
     confidence_thresholds: list[float] = Field(

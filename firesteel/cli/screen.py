@@ -80,13 +80,13 @@ class ConsoleScreen:
             yield _PlainBar(self.console, label, total)
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield _RichBar(progress, progress.add_task(label, total=max(total, 1e-9), note=""))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from firesteel.errors import DataError
 from firesteel.evaluation.intervals import wilson_interval
 from firesteel.evaluation.records import RequestRecord
-from firesteel.evaluation.schema import Calibration, CalibrationPosition, ReliabilityPoint, SweepRow
+from firesteel.evaluation.schema import Calibration, CalibrationPosition, Confidence, ConfidencePosition, ReliabilityPoint, SweepRow
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -165,6 +165,34 @@ def measure_calibration(logits: Floats, survived: Bools, mask: Bools, *, tempera
     )
 
 
+def measure_confidence(requests: Sequence[RequestRecord], *, bins: int) -> Confidence | None:
+    """Whether the confidences of answered prompts mean what they say: predicted against observed survival of the prefix, as they were
+    decoded with (scaled where the checkpoint carries temperatures), on the rounds of `calibration_arrays`.
+
+    Args:
+        requests: of one drafter at one temperature.
+        bins: equal-width bins of the calibration error.
+
+    Returns:
+        None if no round can be used: no confidences, or single rounds only.
+    """
+    logits, survived, mask = calibration_arrays(requests)
+    if not mask.any():
+        return None
+    predicted = prefix_survival(logits, [1.0] * logits.shape[1])
+    positions = [_confidence_position(k, predicted, survived, mask, bins) for k in range(logits.shape[1])]
+    return Confidence(
+        bins=bins,
+        rounds=logits.shape[0],
+        ece=_mean([p.ece for p in positions]),
+        auc=_mean([p.auc for p in positions]),
+        ece_pooled=expected_calibration_error(predicted[mask], survived[mask], bins=bins),
+        auc_pooled=area_under_curve(predicted[mask], survived[mask]),
+        positions=positions,
+        reliability=reliability_curve(predicted[mask], survived[mask], bins=bins),
+    )
+
+
 def threshold_sweep(requests: Sequence[RequestRecord], thresholds: Sequence[float]) -> list[SweepRow]:
     """What verifying only drafts with enough predicted prefix survival would do, round by round.
 
@@ -236,6 +264,20 @@ def _position(k: int, before: Floats, after: Floats, survived: Bools, mask: Bool
         ece_after=expected_calibration_error(q, y, bins=bins),
         auc_before=area_under_curve(p, y),
         auc_after=area_under_curve(q, y),
+    )
+
+
+def _confidence_position(k: int, predicted: Floats, survived: Bools, mask: Bools, bins: int) -> ConfidencePosition:
+    rows = mask[:, k]
+    p, y = predicted[rows, k], survived[rows, k]
+    some = bool(rows.any())
+    return ConfidencePosition(
+        position=k + 1,
+        rounds=int(rows.sum()),
+        survived=float(y.mean()) if some else None,
+        predicted=float(p.mean()) if some else None,
+        ece=expected_calibration_error(p, y, bins=bins),
+        auc=area_under_curve(p, y),
     )
 
 

@@ -75,7 +75,7 @@ def _alternatives(report: Report) -> dict[str, str]:
     return {
         "acceptance_by_position": f"Share of drafts accepted at each position, {drafters}. The numbers are in the tables below.",
         "acceptance_by_domain": f"Acceptance length by domain with 95% intervals, {drafters}. The numbers are in the table above.",
-        "reliability": "Reliability diagram: observed against predicted survival of the prefix, before and after temperature scaling.",
+        "reliability": "Reliability diagram: observed against predicted survival of the prefix, before and after scaling and on held-out prompts.",
         "threshold_sweep": "Acceptance length, drafts verified and drafts wasted against the confidence threshold. The numbers are in the table below.",
         "training": "Acceptance length on validation documents over the minutes of training.",
         "speed_by_length": f"Speed-up by draft length: measured for {drafters} with 95% intervals, and expected from costs. The numbers are in the tables.",

@@ -82,17 +82,19 @@ def _domains(report: Report, theme: Theme) -> Figure | None:
 
 
 def _reliability(report: Report, theme: Theme) -> Figure | None:
-    cal = report.calibration
-    if cal is None or not cal.reliability_before:
+    cal, met = report.calibration, report.confidence
+    curves = [] if cal is None else [("before scaling", cal.reliability_before, 1), ("after scaling", cal.reliability_after, 0)]
+    curves += [] if met is None else [("held-out prompts", met.reliability, 2)]
+    if not any(points for _, points, _ in curves):
         return None
     figure, axes = canvas("Do confidences mean what they say?", height=4.1)
     axes.plot([0, 1], [0, 1], color=theme.ink, linewidth=1, linestyle=":", label="perfect")
-    for i, (label, points) in enumerate([("before scaling", cal.reliability_before), ("after scaling", cal.reliability_after)]):
-        _reliability_series(axes, points, label, theme.series[1 - i], MARKERS[1 - i], DASHES[1 - i])
+    for label, points, i in curves:
+        _reliability_series(axes, points, label, theme.series[i], MARKERS[i], DASHES[i])
     axes.set(xlabel="predicted: the prefix survives", ylabel="observed", xlim=(0, 1), ylim=(0, 1))
     percent(axes.xaxis)
     percent(axes.yaxis)
-    legend(axes, columns=3)
+    legend(axes, columns=2)
     return figure
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from firesteel.artifact import write_atomic
 from firesteel.errors import ArtifactError, DataError
 from firesteel.evaluation.acceptance import acceptance_length, by_domain, compare_drafters, finish_reasons, position_rates, select
-from firesteel.evaluation.calibration import threshold_sweep
+from firesteel.evaluation.calibration import measure_confidence, threshold_sweep
 from firesteel.evaluation.records import RequestRecord, SpeedRecord
 from firesteel.evaluation.schema import (
     SCHEMA_VERSION,
@@ -42,6 +42,7 @@ def build_report(
     agreement: Agreement | None,
     costs: Sequence[Cost],
     calibration: Calibration | None,
+    bins: int,
     thresholds: Sequence[float],
     extra: Mapping[str, Sequence[RequestRecord]],
     training: Mapping[str, Training],
@@ -63,6 +64,7 @@ def build_report(
         agreement: how many of the timed answers differ from plain ones; None where none were timed.
         costs: milliseconds per verification length.
         calibration: of the headline drafter; None without a confidence head.
+        bins: of the calibration error of the answers' confidences.
         thresholds: of the confidence sweep.
         extra: more prompt sets by name, answered at the headline temperature.
         training, parameters, file_bytes: by drafter.
@@ -85,7 +87,7 @@ def build_report(
         raise DataError(f"the speed of {run.drafter!r} was measured, but the draft length of its headline is missing")
     drafters = _in_order([run.drafter, *(r.drafter for r in requests)])
     at_head = {d: select(requests, drafter=d, temperature=run.temperature) for d in drafters}
-    blocks = {d: _drafter(d, at_head[d], speeds, draft_lengths, parameters, file_bytes, run) for d in drafters}
+    blocks = {d: _drafter(d, at_head[d], speeds, draft_lengths, parameters, file_bytes, bins, run) for d in drafters}
     report = Report(
         schema_version=SCHEMA_VERSION,
         run=run,
@@ -104,6 +106,7 @@ def build_report(
             if select(requests, drafter=d, temperature=t)
         ],
         calibration=calibration,
+        confidence=blocks[run.drafter].confidence,
         sweep=threshold_sweep(head, thresholds),
         costs=sorted(costs, key=lambda c: c.length),
         extra={name: _extra(rows, run) for name, rows in extra.items()},
@@ -159,7 +162,7 @@ def write_report_json(data: Mapping[str, Any], path: Path) -> None:
 def model_card_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
     """The few numbers that a model card shows; what was not measured is None."""
     report = parse_report(data)
-    al, fast, cal = report.acceptance_length, report.speedup, report.calibration
+    al, fast, cal, met = report.acceptance_length, report.speedup, report.calibration, report.confidence
     return {
         "drafter": report.run.drafter,
         "target": report.run.target.name,
@@ -178,6 +181,12 @@ def model_card_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_second_drafted": fast.drafted_tokens_per_second if fast else None,
         "ece_before": cal.ece_before if cal else None,
         "ece_after": cal.ece_after if cal else None,
+        "auc_before": cal.auc_before if cal else None,
+        "auc_after": cal.auc_after if cal else None,
+        "ece_held_out": met.ece if met else None,
+        "auc_held_out": met.auc if met else None,
+        "ece_held_out_per_position": [p.ece for p in met.positions] if met else None,
+        "auc_held_out_per_position": [p.auc for p in met.positions] if met else None,
         "machine": report.run.machine.cpu,
         "cores": report.run.machine.cores,
         "date": report.run.date,
@@ -207,11 +216,13 @@ def _drafter(
     draft_lengths: Mapping[str, int],
     parameters: Mapping[str, int],
     file_bytes: Mapping[str, int],
+    bins: int,
     run: Run,
 ) -> Drafter:
     return Drafter(
         acceptance_length=_acceptance(rows, run),
         positions=position_rates(rows),
+        confidence=measure_confidence(rows, bins=bins),
         speedup=_speed(name, speeds, draft_lengths, run),
         speed_by_length=speed_by_length(speeds, drafter=name, resamples=run.bootstrap, seed=run.seed),
         parameters=parameters.get(name),
@@ -228,6 +239,7 @@ def _domain(name: str, at_head: Mapping[str, Sequence[RequestRecord]], speeds: S
         finish_reasons=finish_reasons(own),
         acceptance_length=_acceptance(own, run),
         by_drafter=_acceptances(rows, run),
+        positions=position_rates(own),
         speed=_speed(run.drafter, timed, draft_lengths, run),
     )
 
@@ -242,7 +254,13 @@ def _extra(requests: Sequence[RequestRecord], run: Run) -> ExtraSet:
     drafters = _in_order([run.drafter, *(r.drafter for r in requests)])
     rows = {d: select(requests, drafter=d, temperature=run.temperature) for d in drafters}
     own = rows[run.drafter]
-    return ExtraSet(requests=len(own), new_tokens=sum(r.new_tokens for r in own), finish_reasons=finish_reasons(own), by_drafter=_acceptances(rows, run))
+    return ExtraSet(
+        requests=len(own),
+        new_tokens=sum(r.new_tokens for r in own),
+        finish_reasons=finish_reasons(own),
+        by_drafter=_acceptances(rows, run),
+        positions=position_rates(own),
+    )
 
 
 def _comparisons(at_head: Mapping[str, Sequence[RequestRecord]], run: Run) -> list[Comparison]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Interval = tuple[float, float]
 
 
@@ -76,7 +76,44 @@ class Domain(Part):
     finish_reasons: dict[str, int]
     acceptance_length: AcceptanceLength | None
     by_drafter: dict[str, AcceptanceLength]
+    positions: Positions
     speed: Speed | None
+
+
+class ReliabilityPoint(Part):
+    """A bin of predictions: what was predicted, what happened."""
+
+    low: float
+    high: float
+    count: int
+    predicted: float
+    observed: float
+    interval: Interval | None
+
+
+class ConfidencePosition(Part):
+    """How well the predicted survival of the prefix of this length matches what happened while prompts were answered."""
+
+    position: int
+    rounds: int
+    survived: float | None
+    predicted: float | None
+    ece: float | None
+    auc: float | None
+
+
+class Confidence(Part):
+    """The confidences that a drafter decoded with, against what became of its drafts. `ece` and `auc` are means over positions,
+    `ece_pooled` and `auc_pooled` those of all positions' predictions taken together."""
+
+    bins: int
+    rounds: int
+    ece: float | None
+    auc: float | None
+    ece_pooled: float | None
+    auc_pooled: float | None
+    positions: list[ConfidencePosition]
+    reliability: list[ReliabilityPoint]
 
 
 class Drafter(Part):
@@ -84,6 +121,7 @@ class Drafter(Part):
 
     acceptance_length: AcceptanceLength | None
     positions: Positions
+    confidence: Confidence | None
     speedup: Speed | None
     speed_by_length: list[Speed]
     parameters: int | None
@@ -125,17 +163,6 @@ class CalibrationPosition(Part):
     auc_after: float | None
 
 
-class ReliabilityPoint(Part):
-    """A bin of predictions: what was predicted, what happened."""
-
-    low: float
-    high: float
-    count: int
-    predicted: float
-    observed: float
-    interval: Interval | None
-
-
 class Calibration(Part):
     """Sequential temperature scaling and what it changed. `ece_*` and `auc_*` are means over positions."""
 
@@ -170,12 +197,13 @@ class Cost(Part):
 
 
 class ExtraSet(Part):
-    """One more set of prompts."""
+    """One more set of prompts; all but `by_drafter` is of the headline drafter."""
 
     requests: int
     new_tokens: int
     finish_reasons: dict[str, int]
     by_drafter: dict[str, AcceptanceLength]
+    positions: Positions
 
 
 class TrainingPoint(Part):
@@ -252,6 +280,7 @@ class Report(Part):
     comparisons: list[Comparison]
     temperatures: list[TemperatureRow]
     calibration: Calibration | None
+    confidence: Confidence | None
     sweep: list[SweepRow]
     costs: list[Cost]
     extra: dict[str, ExtraSet]

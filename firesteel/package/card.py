@@ -21,7 +21,9 @@ def model_card(config: DraftConfig, contract: Contract, *, numbers: Mapping[str,
 
     Args:
         numbers: measured results, any of them missing or None: `acceptance_length`, `acceptance_length_interval`, `draft_length`, `requests`,
-            `temperature`, `acceptance_length_by_domain` {name: length}, `speedup`, `speedup_interval`, `speedup_draft_length`, `machine`, `cores`.
+            `temperature`, `acceptance_length_by_domain` {name: length}, `speedup`, `speedup_interval`, `speedup_draft_length`, `machine`, `cores`;
+            of the confidences, means over positions `ece_before`, `ece_after`, `auc_before`, `auc_after` (validation), `ece_held_out`, `auc_held_out`
+            (prompts of the report), and per position `ece_held_out_per_position`, `auc_held_out_per_position`.
         training: how it was trained, any of them missing or None: `steps`, `epochs`, `train_seconds`, `documents`, `tokens`, `best_step`,
             `coverage` (share of the answers' tokens that a reduced vocabulary holds).
         exported: what was written.
@@ -31,6 +33,7 @@ def model_card(config: DraftConfig, contract: Contract, *, numbers: Mapping[str,
         f"# {_title(config)} drafter for {contract.target_name}",
         _what(config, contract, exported),
         "## Numbers\n\n" + _numbers(contract, numbers or {}),
+        *(["## Calibration of the confidences\n\n" + _calibration(contract, numbers or {})] if config.confidence_head else []),
         "## How it was trained\n\n" + _training(config, contract, training or {}),
         "## How to serve it\n\n" + _serving(config, contract),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in limits(config, contract)),
@@ -121,6 +124,35 @@ def _numbers(contract: Contract, numbers: Mapping[str, Any]) -> str:
         cores = "" if numbers.get("cores") is None else f" ({numbers['cores']} cores)"
         lines += ["", f"Measured on {numbers['machine']}{cores}; speed depends on the machine, acceptance does not."]
     return "\n".join(lines)
+
+
+def _calibration(contract: Contract, numbers: Mapping[str, Any]) -> str:
+    """ECE and AUC of the predicted survival of a prefix: means over positions as evaluation has them, and position by position."""
+    table = contract.calibration
+    fitted = contract.temperatures
+    held = {name: numbers.get(f"{name}_held_out_per_position") or [] for name in ("ece", "auc")}
+    lines = [
+        "Predicted against observed survival of the drafted prefix: expected calibration error (ECE, 0 is perfect) and area under the ROC curve "
+        "(AUC, 1 is perfect, 0.5 is chance), before and after the temperatures, and on the held-out prompts with them.",
+        "",
+        "| position | temperature | ECE before | ECE after | ECE, held-out prompts | AUC before | AUC after | AUC, held-out prompts |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {} if table is None else {row.position: row for row in table.positions}
+    for k in range(1, max(len(fitted), len(held["ece"])) + 1):
+        row = rows.get(k)
+        before, after = ((row.ece_before, row.auc_before), (row.ece_after, row.auc_after)) if row else ((None, None), (None, None))
+        met = [held[name][k - 1] if k <= len(held[name]) else None for name in ("ece", "auc")]
+        cells = [before[0], after[0], met[0], before[1], after[1], met[1]]
+        lines.append(f"| {k} | {_value(fitted[k - 1] if k <= len(fitted) else None)} | {' | '.join(map(_share, cells))} |")
+    means = [numbers.get(name) for name in ("ece_before", "ece_after", "ece_held_out", "auc_before", "auc_after", "auc_held_out")]
+    lines.append(f"| mean | | {' | '.join(map(_share, means))} |")
+    lines += ["", f"Before and after: {ABSENT if table is None else f'on {table.measured_on}'}."]
+    return "\n".join(lines)
+
+
+def _share(number: float | None) -> str:
+    return ABSENT if number is None else f"{number:.3f}"
 
 
 def _value(number: float | None, unit: str = "") -> str:

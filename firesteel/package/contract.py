@@ -37,6 +37,25 @@ class Promise(Part):
     measured_on: str
 
 
+class CalibrationRow(Part):
+    """One drafted position: calibration error and AUC of the predicted survival of its prefix, before and after temperature scaling."""
+
+    position: int = Field(ge=1)
+    rounds: int = Field(ge=0)
+    ece_before: float | None
+    ece_after: float | None
+    auc_before: float | None
+    auc_after: float | None
+
+
+class CalibrationTable(Part):
+    """What temperature scaling of the confidences changed, position by position, and on which rounds that was measured."""
+
+    bins: int = Field(ge=1)
+    measured_on: str
+    positions: tuple[CalibrationRow, ...]
+
+
 class Contract(Part):
     """The train/serve contract.
 
@@ -52,6 +71,7 @@ class Contract(Part):
         thinking: mode of the chat template that the training answers were made in; None where it was left to the template.
         template_options: what the chat template was told then (`target.template_options`).
         temperatures: `[drafts]` sequential temperature scaling of the confidences; empty where not calibrated.
+        calibration: what it changed; None where not calibrated, and in files older than this field.
         promise: what validation measured, or None.
         speculative_tokens: tokens to draft per round when served.
         versions: packages that trained it.
@@ -79,6 +99,7 @@ class Contract(Part):
     thinking: Literal["on", "off"] | None
     template_options: dict[str, bool | int | str] = Field(default_factory=dict)
     temperatures: tuple[float, ...]
+    calibration: CalibrationTable | None = None
     promise: Promise | None
     speculative_tokens: int = Field(ge=1)
     versions: dict[str, str]
@@ -92,6 +113,7 @@ def make_contract(
     temperatures: tuple[float, ...],
     promise: Promise | None,
     speculative_tokens: int,
+    calibration: CalibrationTable | None = None,
 ) -> Contract:
     """The contract of a drafter trained with `config` for `target`.
 
@@ -121,6 +143,7 @@ def make_contract(
         thinking=thinking_mode(template_options),
         template_options=dict(template_options),
         temperatures=temperatures,
+        calibration=calibration,
         promise=promise,
         speculative_tokens=speculative_tokens,
         versions=package_versions(),
@@ -169,6 +192,9 @@ def check_contract(contract: Contract, config: DraftConfig) -> None:
         )
     if len(contract.temperatures) not in (0, config.num_drafts):
         raise CheckpointError(f"temperatures has {len(contract.temperatures)} values, a block drafts {config.num_drafts} tokens")
+    measured = [] if contract.calibration is None else [row.position for row in contract.calibration.positions]
+    if measured != list(range(1, len(measured) + 1)) or len(measured) > len(contract.temperatures):
+        raise CheckpointError(f"calibration has positions {measured}, there are temperatures for {len(contract.temperatures)}")
 
 
 def _same(name: str, contract: object, config: object) -> None:

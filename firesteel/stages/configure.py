@@ -15,6 +15,7 @@ from firesteel.errors import FiresteelError, RecipeError
 from firesteel.hidden.window import watermarks
 from firesteel.package.keys import check_tensors, drafter_keys
 from firesteel.package.load import LoadedDraft
+from firesteel.stages.checkpoints import check_checkpoints
 from firesteel.stages.extra import read_extra
 from firesteel.stages.line import Line
 from firesteel.stages.warm import warm_source
@@ -52,7 +53,7 @@ def configure(line: Line, algorithm: str) -> tuple[DraftConfig, LoadedDraft | No
 
 
 def preflight(line: Line) -> dict[str, int]:
-    """Build and start every drafter without memory and read `evaluate.extra`, so that what cannot be is refused before hours of answers, states and training.
+    """Build and start every drafter without memory, read `evaluate.extra` and `evaluate.checkpoints`: what cannot be is refused before hours of work.
 
     Returns:
         trainable parameters by algorithm.
@@ -63,6 +64,7 @@ def preflight(line: Line) -> dict[str, int]:
     recipe, counts = line.recipe, {}
     for extra in recipe.evaluate.extra:
         read_extra(extra)
+    check_checkpoints(line)
     if recipe.hidden.store == "stream":
         watermarks(recipe.hidden.feed, recipe.train.accumulate * recipe.train.batch_tokens)
     for name in algorithms(line):

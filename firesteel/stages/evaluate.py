@@ -7,9 +7,7 @@ evaluation goes on where it was. Speed is measured against plain decoding by the
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,17 +16,18 @@ from typing import Any
 
 import torch
 
-from firesteel.artifact import Artifact, ArtifactWriter, package_versions, write_atomic
+from firesteel.artifact import Artifact, ArtifactWriter, write_atomic
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.decode import Decoded, decode_plain, decode_speculative
 from firesteel.decoding.lengths import StepCosts, best_length, measure_costs
 from firesteel.errors import DataError, TemplateError
 from firesteel.evaluation.acceptance import position_rates, select_greedy
 from firesteel.evaluation.html import write_report
-from firesteel.evaluation.machine import machine_facts, usable_cores
+from firesteel.evaluation.machine import usable_cores
 from firesteel.evaluation.records import PLAIN, RequestRecord, RoundRecord, SpeedRecord, request_from_json, speed_from_json
 from firesteel.evaluation.report import build_report, headline, model_card_numbers, read_report
-from firesteel.evaluation.schema import SCHEMA_VERSION, Agreement, Calibration, Cost, Run, TargetFacts, Training, TrainingPoint
+from firesteel.evaluation.schema import SCHEMA_VERSION, Agreement, Cost
+from firesteel.package.export import WEIGHTS
 from firesteel.prompts.conversation import Prompt
 from firesteel.prompts.dropped import Dropped
 from firesteel.prompts.parts import AnswerParts
@@ -37,13 +36,14 @@ from firesteel.responses.answers import cut_torn_line
 from firesteel.stages import package as package_stage
 from firesteel.stages import prompts as prompts_stage
 from firesteel.stages import train as train_stage
-from firesteel.stages.calibrate import read_calibration
+from firesteel.stages.checkpoints import each_checkpoint, hash_checkpoints
 from firesteel.stages.configure import algorithms
 from firesteel.stages.extra import hash_extra, read_extra
 from firesteel.stages.line import Line
-from firesteel.stages.prompts import spread
+from firesteel.stages.prompts import spread_domains
+from firesteel.stages.report_facts import calibration_facts, notes_of, run_facts, stage_seconds, training_facts
 from firesteel.stages.runtime import Runtime, open_package, open_trained, session_length
-from firesteel.training.metrics import METRICS, read_metrics
+from firesteel.training.metrics import read_metrics
 
 NAME = "evaluate"
 _REQUESTS, _SPEEDS, _MAIN = "requests.jsonl", "speeds.jsonl", ""
@@ -60,6 +60,8 @@ def run(line: Line) -> Artifact:
     settings = {
         "evaluate": line.recipe.evaluate.model_dump(),
         "extra": hash_extra(line.recipe.evaluate.extra),
+        "checkpoints": hash_checkpoints(line),
+        "bins": line.recipe.calibrate.bins,
         "report": SCHEMA_VERSION,
         "seed": line.recipe.seed,
         "target": prompts_stage.target_settings(line),
@@ -93,6 +95,7 @@ class _Evaluation:
         sets = {s.name: read_extra(s) for s in self.settings.extra}
         runtime = open_package(line, package.path)
         runtimes = {name: runtime} | {other: open_trained(line, other) for other in algorithms(line)[1:]}
+        runtimes |= each_checkpoint(line, lambda folder: open_package(line, folder))
         chosen = per_domain(prompts_stage.read_prompts(prompts, "eval"), self.settings.prompts_per_domain)
         requests = [r for drafter, own in runtimes.items() for t in self.settings.temperatures for r in self._answers(own, drafter, chosen, t, _MAIN)]
         extra = {
@@ -139,22 +142,25 @@ class _Evaluation:
         agreement: Agreement | None = None
         if lengths:
             speeds, agreement = self._speeds(runtimes, chosen, lengths)
+        seconds = stage_seconds(line) | {NAME: time.time() - self.started}
+        stored = {name: package.path} | {n: Path(folder).expanduser() for n, folder in self.settings.checkpoints.items()}
         report = build_report(
-            run=self._facts(name),
+            run=run_facts(line),
             requests=requests,
             speeds=speeds,
             draft_lengths=lengths,
             agreement=agreement,
             costs=measured[name][0] if measured else [],
-            calibration=_calibration(calibration),
+            calibration=calibration_facts(calibration),
+            bins=line.recipe.calibrate.bins,
             thresholds=self.settings.confidence_thresholds,
             extra=extra,
-            training={n: _training(line.input(train_stage.artifact_name(line, n))) for n in runtimes},
+            training={n: training_facts(line.input(train_stage.artifact_name(line, n))) for n in algorithms(line)},
             parameters={n: sum(p.numel() for p in r.drafter.parameters()) for n, r in runtimes.items()},
-            file_bytes={name: (package / "model.safetensors").stat().st_size},
-            seconds_total=sum(self._stage_seconds().values()),
-            stage_seconds=self._stage_seconds(),
-            notes=_notes(line, agreement, dropped),
+            file_bytes={n: (folder / WEIGHTS).stat().st_size for n, folder in stored.items()},
+            seconds_total=sum(seconds.values()),
+            stage_seconds=seconds,
+            notes=notes_of(line, agreement, dropped),
         )
         write_report(report, self.writer.path)
         al, speedup = report["acceptance_length"], report["speedup"]
@@ -245,7 +251,7 @@ class _Evaluation:
         """Plain and drafted decoding of the same prompts in alternation, greedily; and whether both wrote the same."""
         path = self.writer / _SPEEDS
         path.unlink(missing_ok=True)  # a half measured under another load is not continued
-        chosen = spread(prompts, self.settings.speed_prompts)
+        chosen = spread_domains(prompts, self.settings.speed_prompts)
         records: list[SpeedRecord] = []
         compared = differing = 0
         with self.line.screen.bar("measuring speed", len(chosen) * self.settings.speed_repeats) as bar:
@@ -268,45 +274,6 @@ class _Evaluation:
         target = next(iter(runtimes.values())).target
         return decode_plain(target, ids, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos)
 
-    def _facts(self, name: str) -> Run:
-        line, spec, recipe = self.line, self.line.target.spec, self.line.recipe
-        return Run(
-            recipe=recipe.name,
-            seed=recipe.seed,
-            date=time.strftime("%Y-%m-%d", time.gmtime()),
-            command=_command(recipe.name),
-            drafter=name,
-            temperature=self.settings.temperatures[0],
-            max_new_tokens=self.settings.max_new_tokens,
-            bootstrap=self.settings.bootstrap,
-            target=TargetFacts(
-                name=spec.name,
-                revision=recipe.target.revision,
-                fingerprint=spec.fingerprint,
-                architecture=spec.architecture,
-                parameters=sum(p.numel() for p in line.target.model.parameters()),
-                layers=spec.num_layers,
-                hidden_size=spec.hidden_size,
-                vocab_size=spec.vocab_size,
-                dtype=recipe.target.dtype,
-            ),
-            versions=package_versions(),
-            machine=machine_facts(accelerator=torch.cuda.get_device_name() if line.target.device.type == "cuda" else None),
-        )
-
-    def _stage_seconds(self) -> dict[str, float]:
-        """Seconds of every stage, from the manifests; this one's until now."""
-        names = [
-            "prompts",
-            "responses",
-            "hidden",
-            *(train_stage.artifact_name(self.line, a) for a in algorithms(self.line)),
-            "calibrate",
-            "package",
-        ]
-        seconds = {n: float(self.line.input(n).manifest.about["seconds"]) for n in names}
-        return seconds | {NAME: time.time() - self.started}
-
 
 def _request_files(folder: Path) -> list[Path]:
     """Records of all processes, also of those that a killed evaluation had."""
@@ -321,12 +288,6 @@ def gather_requests(folder: Path) -> None:
     for path in files:
         if path.name != _REQUESTS:
             path.unlink()
-
-
-def _command(name: str) -> str:
-    """What was typed, overrides included; from Python, the command that does the same."""
-    typed = Path(sys.argv[0]).name == "firesteel" and len(sys.argv) > 2
-    return shlex.join(["firesteel", *sys.argv[1:]]) if typed else f"firesteel run {name}"
 
 
 def _of_turn(name: str, turn: int) -> str:
@@ -353,42 +314,3 @@ def per_domain(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
         if limit is None or counts[prompt.domain] <= limit:
             chosen.append(prompt)
     return chosen
-
-
-def _calibration(artifact: Artifact) -> Calibration | None:
-    found = read_calibration(artifact)
-    return None if found is None else Calibration.model_validate(found["measured"])
-
-
-def _training(artifact: Artifact) -> Training:
-    about = artifact.manifest.about
-    points = [r for r in read_metrics(artifact / METRICS) if r["kind"] == "validation"]
-    return Training(
-        steps=about["steps"],
-        seconds=about["train_seconds"],
-        tokens=about["tokens"],
-        stopped_by=about["stopped_by"],
-        best_step=about["best_step"],
-        curve=[TrainingPoint(step=p["step"], seconds=p["seconds"], acceptance_length=p["acceptance_length"]) for p in points],
-    )
-
-
-def _notes(line: Line, agreement: Agreement | None, dropped: Dropped) -> list[str]:
-    """What was found and left out, and what to expect, in words."""
-    notes = [f"Acceptance length counts the target's own token: 1 means that no drafted token is ever accepted. {_agreement(agreement)}"]
-    notes += [f"Left out: {text}." for text in dropped.lines()]
-    minutes = line.recipe.train.max_minutes
-    if minutes is not None and minutes < 15:
-        notes.append(
-            f"This drafter was trained for {minutes:g} minutes on few answers: it shows the line, not what a drafter can do. More answers and longer "
-            "training keep raising the acceptance length; `firesteel run smollm2` is a longer recipe for this target."
-        )
-    return notes
-
-
-def _agreement(found: Agreement | None) -> str:
-    if found is None:
-        return "Answers with and without the drafter were not compared."
-    if found.differing == 0:
-        return f"All {found.compared} greedy answers that were compared are the same with and without the drafter."
-    return f"{found.differing} of {found.compared} greedy answers differ from those without the drafter: where two tokens nearly tie, rounding decides."

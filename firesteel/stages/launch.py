@@ -127,13 +127,14 @@ def rooted(recipe: Recipe, launcher: str) -> Recipe:
         return recipe
     sources = [s.model_copy(update={"path": _full(s.path), "dataset": _full(s.dataset)}) for s in recipe.prompts.sources]
     extra = [e.model_copy(update={"path": _full(e.path)}) for e in recipe.evaluate.extra]
+    checkpoints = {name: _full(folder) for name, folder in recipe.evaluate.checkpoints.items()}
     init = recipe.drafter.init
     return recipe.model_copy(
         update={
             "target": t.model_copy(update={"model": _full(t.model), "chat_template": _full(t.chat_template)}),
             "prompts": recipe.prompts.model_copy(update={"sources": sources}),
             "responses": recipe.responses.model_copy(update={"answers": _full(recipe.responses.answers)}),
-            "evaluate": recipe.evaluate.model_copy(update={"extra": extra}),
+            "evaluate": recipe.evaluate.model_copy(update={"extra": extra, "checkpoints": checkpoints}),
             "drafter": recipe.drafter.model_copy(update={"init": init if init in ("random", "target") else _full(init)}),
         }
     )

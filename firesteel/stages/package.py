@@ -13,7 +13,7 @@ from firesteel.decoding.decode import decode_speculative
 from firesteel.errors import VerificationError
 from firesteel.hidden.stores import HiddenStore
 from firesteel.package.card import model_card, speculative_config
-from firesteel.package.contract import Promise, make_contract
+from firesteel.package.contract import CalibrationRow, CalibrationTable, Promise, make_contract
 from firesteel.package.deploy import DEPLOY, deploy_note
 from firesteel.package.export import Exported, export
 from firesteel.package.load import describe
@@ -68,6 +68,7 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
         target.spec,
         template_options=recipe.target.template_options,
         temperatures=tuple(found["temperatures"]) if found else (),
+        calibration=None if found is None else _calibration(found["measured"]),
         promise=Promise(
             acceptance_length=about["acceptance_length"],
             rounds=about["validation_rounds"],
@@ -139,6 +140,12 @@ def _prove(line: Line, runtime: Runtime, store: HiddenStore, keys: list[str], pr
             "do this: raise package.proof_prompts or package.tolerance",
         )
     return Proof(len(keys), promised, decoded, rounds)
+
+
+def _calibration(measured: dict[str, Any]) -> CalibrationTable:
+    """What the stage before measured, as the contract keeps it."""
+    rows = [CalibrationRow(**{name: row[name] for name in CalibrationRow.model_fields}) for row in measured["positions"]]
+    return CalibrationTable(bins=measured["bins"], measured_on=measured["measured_on"], positions=tuple(rows))
 
 
 def _training(about: dict[str, Any]) -> dict[str, Any]:

@@ -178,3 +178,14 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     """At most `count` evenly spaced items; prompts come domain by domain in turn, so every domain has its share."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
+
+
+def spread_domains(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts: the first of every domain, then the second, and so on; of a round that does not fit, evenly spaced domains."""
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    chosen: list[Prompt] = []
+    for turn in range(max(map(len, by_domain.values()), default=0)):
+        chosen += spread([members[turn] for members in by_domain.values() if turn < len(members)], count - len(chosen))
+    return chosen

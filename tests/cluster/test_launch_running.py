@@ -217,8 +217,11 @@ def test_relative_paths_are_those_of_the_folder_of_the_launch(folder: Path, monk
     sources = [{"path": "prompts.jsonl"}, {"path": "there.jsonl"}]
     data = settings(folder, prompts={"sources": sources}, hidden={"exchange": "states"}, cluster={"shared": str(shared), "python": "./trainer-python"})
     data["target"]["model"], data["runs_dir"] = "target", "runs"
+    (folder / "theirs").mkdir()
+    data["evaluate"] = {**data.get("evaluate", {}), "checkpoints": {"near": "theirs", "far": "there"}}
     made = recipe_from_dict(data)
     found = launch.rooted(made, "ssh")
+    assert found.evaluate.checkpoints == {"near": "theirs" if seen else str(folder / "theirs"), "far": "there"}
     assert work_folder(made.cluster) == str(shared)
     assert (found.runs_dir, found.hidden.exchange, found.cluster.python) == tuple(str(folder / n) for n in ("runs", "states", "trainer-python"))
     assert found.target.model == ("target" if seen else str(folder / "target"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from block_cases import MIXED, TINY, VARIANTS, make_batch, make_drafter, make_tables
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from firesteel.batches.batch import Batch
 from firesteel.drafters import attention
@@ -136,6 +138,45 @@ def test_a_batch_without_blocks() -> None:
     batch = make_batch(TINY, [5], [2])
     empty = replace(batch, anchors=batch.anchors[:0], slots=batch.slots[:0])
     assert drafter.training_rows(empty, embed, head).z.shape == (0, 4, 24)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_fast_never_has_slots_times_all_keys_at_once(window: int | None) -> None:
+    """Of no size is a mask or scores of all blocks, forward or backward: the largest is that of a group, whatever the number of blocks."""
+    tokens, blocks, g, heads, dim = 640, 512, 4, 2, 8
+    config = replace(TINY, block_size=g)
+    geometry = make_geometry(make_batch(config, [320, 320], [i + 32 + 64 * (i >= 256) for i in range(blocks)]), window, causal=False)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, requires_grad=True)
+
+    inputs = leaf(blocks, g, heads, dim), (leaf(tokens, 1, dim), leaf(tokens, 1, dim)), (leaf(blocks, g, 1, dim), leaf(blocks, g, 1, dim))
+    most = {}
+    for path in ("fast", "dense"):
+        with Largest() as seen:
+            attend = make_attend(path, geometry)  # type: ignore[arg-type]
+            attend(*inputs).sum().backward()
+        most[path] = seen.numel
+    whole = blocks * g * (tokens + blocks * g)
+    rows = attention._GROUP_ROWS
+    assert most["fast"] <= heads * rows * (min(320, window + rows if window else 320) + rows) < whole / 10
+    assert most["dense"] >= whole  # the guard would have seen it
 
 
 def scrambled(batch: Batch, keep: slice) -> Batch:

@@ -31,6 +31,7 @@ def full_report() -> dict[str, Any]:
         calibration=measure_calibration(
             logits, survived, mask, temperatures=fit_temperatures(*fitted, bins=15), bins=15, measured_on="18 held-out answers that took no part in the fit"
         ),
+        bins=15,
         thresholds=[i / 10 for i in range(10)],
         extra={"my-support-tickets": make_requests(5, prompts=1, drafters={"dspark": (-0.05, 8), "dflash": (-0.12, 7)}, temperatures=[0.0])},
         training={"dspark": make_training(rng, 1.3), "dflash": make_training(rng, 1.0)},
@@ -56,6 +57,7 @@ def bare_report() -> dict[str, Any]:
         agreement=None,
         costs=[],
         calibration=None,
+        bins=15,
         thresholds=[0.0, 0.5],
         extra={},
         training={},

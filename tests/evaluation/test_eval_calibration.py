@@ -13,6 +13,7 @@ from firesteel.evaluation.calibration import (
     expected_calibration_error,
     fit_temperatures,
     measure_calibration,
+    measure_confidence,
     prefix_survival,
     reliability_curve,
     threshold_sweep,
@@ -166,6 +167,51 @@ def test_arrays_from_records() -> None:
     assert np.isfinite(logits).all()
     assert calibration_arrays([])[0].shape == (0, 0)
     assert fit_temperatures(*calibration_arrays([]), bins=5) == []
+
+
+def test_confidences_of_answers_equal_loops() -> None:
+    """ECE and AUC per position and over all positions, with nothing but the records and plain loops."""
+    rng = np.random.default_rng(9)
+    requests = []
+    for number in range(30):
+        rounds = []
+        for _ in range(rng.integers(1, 6)):
+            drafted = int(rng.integers(1, 5))
+            rounds.append(RoundRecord(drafted, int(rng.integers(0, drafted + 1)), rng.random(drafted).tolist() if number % 7 else None))
+        requests.append(request(rounds))
+    seen: dict[int, list[tuple[float, bool]]] = {k: [] for k in range(1, 5)}
+    used = 0
+    for q in requests:
+        for r in q.rounds[:-1]:
+            if r.confidences is None:
+                continue
+            used += 1
+            prefix = 1.0
+            for k, c in enumerate(r.confidences, start=1):
+                prefix *= c
+                seen[k].append((prefix, r.accepted >= k))
+    found = measure_confidence(requests, bins=8)
+    assert found is not None
+    assert (found.rounds, found.bins, [p.position for p in found.positions]) == (used, 8, [1, 2, 3, 4])
+
+    def reference(pairs: list[tuple[float, bool]]) -> tuple[float, float]:
+        p, y = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
+        wins = [(a > b) + 0.5 * (a == b) for a in p[y] for b in p[~y]]
+        return ece_by_loops(p, y, 8), float(np.mean(wins))
+
+    for p in found.positions:
+        ece, auc = reference(seen[p.position])
+        assert p.rounds == len(seen[p.position])
+        assert p.survived == pytest.approx(np.mean([y for _, y in seen[p.position]]))
+        assert p.predicted == pytest.approx(np.mean([c for c, _ in seen[p.position]]))
+        assert (p.ece, p.auc) == (pytest.approx(ece), pytest.approx(auc))
+    assert found.ece == pytest.approx(np.mean([reference(pairs)[0] for pairs in seen.values()]))
+    assert found.auc == pytest.approx(np.mean([reference(pairs)[1] for pairs in seen.values()]))
+    everything = [pair for pairs in seen.values() for pair in pairs]
+    assert (found.ece_pooled, found.auc_pooled) == (pytest.approx(reference(everything)[0]), pytest.approx(reference(everything)[1]))
+    assert sum(p.count for p in found.reliability) == len(everything)
+    # Single rounds and drafters without confidences say nothing.
+    assert measure_confidence([request([RoundRecord(2, 1, [0.5, 0.5])]), request([RoundRecord(2, 1, None)] * 3)], bins=8) is None
 
 
 def test_sweep_by_hand() -> None:

@@ -44,6 +44,16 @@ def test_page_shows_the_numbers(full_page: str, full_report: dict[str, Any]) -> 
         assert f"{name.replace('_', ' ')} {domain['acceptance_length']['pooled']:.2f}" in text
     for number in (full_report["comparisons"][0]["ratio"], full_report["calibration"]["ece_before"], full_report["calibration"]["ece_after"]):
         assert f"{number:.3f}" in text
+    met = full_report["confidence"]
+    for p in met["positions"]:
+        row = f"{p['position']} {p['ece']:.3f} {p['auc']:.3f} {100 * p['predicted']:.1f}% {100 * p['survived']:.1f}% {p['rounds']:,}"
+        assert row in text
+    assert f"ECE {met['ece_pooled']:.3f}, AUC {met['auc_pooled']:.3f}" in text
+    sets = {n.replace("_", " "): d for n, d in full_report["domains"].items()} | full_report["extra"]
+    for name, found in sets.items():
+        pairs = zip(found["positions"]["unconditional"], found["positions"]["conditional"], strict=True)
+        cells = " ".join(f"{100 * u['rate']:.1f}% " + ("none" if c["rate"] is None else f"{100 * c['rate']:.1f}%") for u, c in pairs)
+        assert f"{name} {cells} {found['positions']['unconditional'][0]['of']:,}" in text
     for phrase in [*full_report["notes"], full_report["run"]["command"], full_report["run"]["machine"]["cpu"], full_report["run"]["target"]["fingerprint"]]:
         assert phrase in text
     assert "not measured" not in text
@@ -85,7 +95,7 @@ def test_all_text_is_escaped(bare_report: dict[str, Any]) -> None:
     run = {**bare_report["run"], "command": evil, "recipe": evil, "target": {**bare_report["run"]["target"], "name": evil}, "versions": {evil: evil}}
     report = {
         **bare_report, "run": run, "notes": [evil], "domains": {evil: domain}, "finish_reasons": {evil: 9}, "stage_seconds": {evil: 1.0},
-        "extra": {evil: {"requests": 1, "new_tokens": 5, "finish_reasons": {}, "by_drafter": domain["by_drafter"]}},
+        "extra": {evil: {"requests": 1, "new_tokens": 5, "finish_reasons": {}, "by_drafter": domain["by_drafter"], "positions": domain["positions"]}},
     }  # fmt: skip
     page = Page(render_html(report))
     assert "script" not in page.tags

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from synthetic_run import DOMAINS, make_requests, make_run, make_speeds
 
 from firesteel.errors import ArtifactError, DataError
-from firesteel.evaluation.acceptance import acceptance_length, select
+from firesteel.evaluation.acceptance import acceptance_length, position_rates, select
+from firesteel.evaluation.calibration import measure_confidence
 from firesteel.evaluation.machine import machine_facts
 from firesteel.evaluation.records import RequestRecord, SpeedRecord
 from firesteel.evaluation.report import build_report, headline, model_card_numbers, parse_report, read_report, write_report_json
@@ -22,7 +23,7 @@ from firesteel.evaluation.schema import SCHEMA_VERSION, Report
 DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 
 # What each version of the schema consists of. A change of the schema needs a new version, a new line here and a new docs/report.md.
-FINGERPRINTS = {1: "bd69ad416bcac050", 2: "17fd467cab2b2465"}
+FINGERPRINTS = {1: "bd69ad416bcac050", 2: "17fd467cab2b2465", 3: "20fc42634650c11f"}
 
 
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -48,6 +49,7 @@ def small(requests: list[RequestRecord], speeds: list[SpeedRecord], lengths: dic
         agreement=None,
         costs=[],
         calibration=None,
+        bins=15,
         thresholds=[],
         extra={},
         training={},
@@ -88,6 +90,13 @@ def test_headline_numbers_are_those_of_the_records(full_report: dict[str, Any]) 
     assert sum(d["acceptance_length"]["rounds"] for d in full_report["domains"].values()) == found["rounds"]
     assert sum(d["requests"] for d in full_report["domains"].values()) == len(head) == sum(full_report["finish_reasons"].values())
     assert full_report["positions"]["unconditional"][0]["of"] == len(rounds)
+    for name, domain in full_report["domains"].items():
+        assert domain["positions"] == position_rates([r for r in head if r.domain == name]).model_dump(mode="json")
+    own = make_requests(5, prompts=1, drafters={"dspark": (-0.05, 8), "dflash": (-0.12, 7)}, temperatures=[0.0])
+    assert full_report["extra"]["my-support-tickets"]["positions"] == position_rates(select(own, drafter="dspark", temperature=0.0)).model_dump(mode="json")
+    assert full_report["confidence"] == full_report["drafters"]["dspark"]["confidence"]
+    assert full_report["confidence"] == measure_confidence(head, bins=15).model_dump(mode="json")  # type: ignore[union-attr]
+    assert full_report["drafters"]["dflash"]["confidence"] is None
     # At threshold 0 everything is verified: the sweep must return the headline.
     assert full_report["sweep"][0]["acceptance_length"] == pytest.approx(found["pooled"])
     assert [(t["temperature"], t["drafter"]) for t in full_report["temperatures"]] == [(0, "dspark"), (0, "dflash"), (1, "dspark"), (1, "dflash")]
@@ -109,6 +118,7 @@ def test_what_was_not_measured_is_null(bare_report: dict[str, Any]) -> None:
     assert bare_report["speedup"] is None
     assert bare_report["agreement"] is None
     assert bare_report["calibration"] is None
+    assert bare_report["confidence"] is None
     assert bare_report["sweep"] == []
     assert bare_report["seconds_total"] is None
     assert all(d["speed"] is None and d["acceptance_length"]["interval"] is None for d in bare_report["domains"].values())
@@ -126,6 +136,8 @@ def test_model_card_numbers(full_report: dict[str, Any]) -> None:
     assert card["acceptance_per_position"][0] == full_report["positions"]["unconditional"][0]["rate"]
     assert (card["speedup"], card["speedup_draft_length"]) == (full_report["speedup"]["pooled"], 4)
     assert card["ece_after"] < card["ece_before"]
+    assert card["ece_held_out"] == full_report["confidence"]["ece"]
+    assert card["auc_held_out_per_position"] == [p["auc"] for p in full_report["confidence"]["positions"]]
     json.dumps(card)
 
 

@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from line_screen import QuietScreen
-from tiny_target import recipe_settings, write_prompts
+from tiny_target import recipe_settings, save_tiny_target, write_prompts
 
 from firesteel.cli.runner import LINE, run_line
-from firesteel.errors import DataError
+from firesteel.drafters.build import make_config
+from firesteel.drafters.registry import get_spec
+from firesteel.errors import CheckpointError, DataError, RecipeError
+from firesteel.evaluation.calibration import measure_confidence
+from firesteel.evaluation.records import request_from_json
 from firesteel.evaluation.report import read_report
+from firesteel.evaluation.schema import Agreement
+from firesteel.package.contract import make_contract
+from firesteel.package.export import export
 from firesteel.prompts.conversation import Prompt
-from firesteel.recipe import recipe_from_dict
-from firesteel.stages import check, evaluate, serve
+from firesteel.prompts.dropped import Dropped
+from firesteel.recipe import Drafter, load_recipe, recipe_from_dict
+from firesteel.stages import check, configure, evaluate, serve
+from firesteel.stages.convert import convert_once
 from firesteel.stages.line import Line
-from firesteel.stages.prompts import read_prompts
+from firesteel.stages.prompts import read_prompts, spread_domains
+from firesteel.stages.report_facts import notes_of
 
 MakeLine = Callable[..., Line]
 
@@ -176,3 +187,121 @@ def test_the_length_for_the_speed_is_chosen_by_greedy_acceptance(packaged: MakeL
     found = report(packaged(temperatures=[1.0, 0.0], speed_prompts=1))
     assert found["run"]["temperature"] == 1.0
     assert seen == [{0.0}]
+
+
+def test_the_report_measures_the_confidences_of_its_own_answers(packaged: MakeLine) -> None:
+    """Those of the rounds on file, scaled as the package scales them: ECE and AUC of every position, on the prompts of the report."""
+    line = packaged()
+    found = report(line)
+    answers = [request_from_json(r["record"]) for r in records(line.folder / "evaluate") if r["part"] == ""]
+    wanted = measure_confidence(answers, bins=line.recipe.calibrate.bins)
+    assert wanted is not None
+    assert found["confidence"] == wanted.model_dump(mode="json")
+    assert [p["position"] for p in found["confidence"]["positions"]] == [1, 2, 3, 4]
+    assert all(p["rounds"] > 0 and p["ece"] is not None for p in found["confidence"]["positions"])
+
+
+@pytest.fixture
+def downloaded(packaged: MakeLine, tmp_path: Path) -> Path:
+    """A DFlash drafter of the tiny target, untrained, that came in another layout and reads other layers than the run's own."""
+    line = packaged()
+    spec = line.target.spec
+    config = make_config(Drafter(algorithm="dflash", block_size=4, num_layers=1), configure.target_facts(spec), (1, 2, 3), 3)
+    torch.manual_seed(1)
+    contract = make_contract(config, spec, template_options={}, temperatures=(), promise=None, speculative_tokens=3)
+    export(tmp_path / "made", get_spec("dflash").build(config).state_dict(), config, contract, target_ids=None, head_rows=None, dtype=torch.float32)
+    convert_once(line, line.screen, tmp_path / "made", tmp_path / "sglang", "sglang", [])
+    convert_once(line, line.screen, tmp_path / "sglang", tmp_path / "downloaded", "speculators", [])
+    return tmp_path / "downloaded"
+
+
+def test_a_converted_checkpoint_is_reported_beside_the_runs_own(packaged: MakeLine, downloaded: Path, tmp_path: Path) -> None:
+    file = tmp_path / "more.jsonl"
+    file.write_text(json.dumps({"prompt": "w3 w14 w15"}) + "\n")
+
+    def made(folder: Path = downloaded) -> Line:
+        return packaged(checkpoints={"theirs": str(folder)}, temperatures=[0.0, 1.0], speed_prompts=2, extra=[{"name": "more", "path": str(file)}])
+
+    configure.preflight(made())
+    line = made()
+    found = report(line)
+    assert list(found["drafters"]) == ["dspark", "theirs"]
+    theirs = found["drafters"]["theirs"]
+    assert theirs["acceptance_length"]["draft_length"] == 3
+    assert theirs["speedup"]["prompts"] == 2
+    assert theirs["file_bytes"] == (downloaded / "model.safetensors").stat().st_size
+    assert theirs["parameters"] > 0
+    assert [(c["first"], c["second"], c["prompts"]) for c in found["comparisons"]] == [("dspark", "theirs", found["acceptance_length"]["requests"])]
+    assert {(t["drafter"], t["temperature"]) for t in found["temperatures"]} == {(d, t) for d in ("dspark", "theirs") for t in (0.0, 1.0)}
+    assert set(found["extra"]["more"]["by_drafter"]) == set(found["domains"]["shared"]["by_drafter"]) == {"dspark", "theirs"}
+    assert found["agreement"]["compared"] == 4
+    assert list(found["training"]) == ["dspark"]
+    assert any(f"theirs was not trained by this run: it is the checkpoint in {downloaded}" in note for note in found["notes"])
+
+    again = made()
+    evaluate.run(again)
+    assert "evaluate: up to date" in again.screen.lines  # type: ignore[attr-defined]
+    # The same name, other weights: measured anew.
+    config_file = downloaded / "config.json"
+    config_file.write_text(config_file.read_text() + "\n")
+    changed = made()
+    evaluate.run(changed)
+    assert "evaluate: up to date" not in changed.screen.lines  # type: ignore[attr-defined]
+
+
+def test_checkpoints_that_do_not_fit_are_refused_before_anything_is_made(packaged: MakeLine, make_line: MakeLine, downloaded: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"evaluate\.checkpoints: theirs: .*config\.json is missing(.|\n)*firesteel convert"):
+        check.run(packaged(checkpoints={"theirs": str(tmp_path / "nowhere")}))
+    with pytest.raises(CheckpointError, match=r"evaluate\.checkpoints: theirs: .*config\.json is missing"):
+        evaluate.run(packaged(checkpoints={"theirs": str(tmp_path / "nowhere")}))
+    with pytest.raises(CheckpointError, match=r"evaluate\.checkpoints: theirs: (.|\n)*firesteel convert .*sglang NEW_FOLDER"):
+        check.run(packaged(checkpoints={"theirs": str(tmp_path / "sglang")}))
+    other = save_tiny_target(tmp_path / "other", seed=5)
+    line = make_line(target={"model": str(other)}, evaluate={"checkpoints": {"theirs": str(downloaded)}})
+    with pytest.raises(CheckpointError, match=r"evaluate\.checkpoints: theirs: .*was trained for .* \(fingerprint .*\), not for"):
+        run_line(line)
+    assert not line.folder.exists()
+    for name in ("plain", "dspark", "eagle3"):
+        with pytest.raises(RecipeError, match="another arm's name"):
+            load_recipe("compare-smollm2", [f"evaluate.checkpoints={{{name}: x}}"])
+
+
+@pytest.mark.parametrize(
+    ("domains", "count", "wanted"),
+    [
+        ("abc", 3, ["a0", "b0", "c0"]),
+        ("abc", 5, ["a0", "b0", "c0", "a1", "b1"]),
+        ("abcdef", 3, ["a0", "c0", "e0"]),
+        ("abc", 99, ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]),
+        ("abc", 0, []),
+    ],
+)
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_every_domain_is_timed_before_one_is_timed_twice(domains: str, count: int, wanted: list[str], in_turn: bool) -> None:
+    numbered = [(d, i) for i in range(3) for d in domains] if in_turn else [(d, i) for d in domains for i in range(3)]
+    prompts = [Prompt(f"{d}{i}", d, []) for d, i in numbered]
+    assert [p.id for p in spread_domains(prompts, count)] == wanted
+
+
+def test_the_speed_of_every_domain_is_known_with_as_many_prompts_as_domains(make_line: MakeLine) -> None:
+    line = make_line(evaluate={"speed_prompts": 2})
+    run_line(line)
+    found = read_report(line.folder / "report.json")
+    assert {name: d["speed"]["prompts"] for name, d in found["domains"].items()} == {"even": 1, "odd": 1}
+
+
+def test_notes_say_what_a_bigger_budget_brings(packaged: MakeLine) -> None:
+    line, dropped = packaged(), Dropped()
+    dropped.add("too long", "a.jsonl:1")
+    short = line.recipe.train.model_copy(update={"max_minutes": 4.0})
+    line.recipe = line.recipe.model_copy(update={"train": short})
+    notes = notes_of(line, Agreement(compared=3, differing=0), dropped)
+    assert len(notes) == 3
+    assert "All 3 greedy answers" in notes[0]
+    assert notes[1].startswith("Left out: 1 x too long")
+    assert "trained for 4 minutes on few answers" in notes[2]
+    assert "longer training keep raising the acceptance length" in notes[2]
+    assert "`firesteel run smollm2`" in notes[2]
+    for minutes in (None, 15.0):
+        line.recipe = line.recipe.model_copy(update={"train": short.model_copy(update={"max_minutes": minutes})})
+        assert not any("keep raising" in note for note in notes_of(line, None, Dropped()))

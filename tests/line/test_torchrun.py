@@ -69,7 +69,7 @@ def test_two_processes_make_one_artifact(base_folder: Path, tmp_path: Path) -> N
     shutil.move(line.folder / "evaluate", tmp_path)
     stages["evaluate"](line)
     alone = report(line)
-    for part in ("acceptance_length", "positions", "calibration"):
+    for part in ("acceptance_length", "positions", "calibration", "confidence"):
         assert shared[part] == alone[part], part
     assert {k: d["acceptance_length"] for k, d in shared["domains"].items()} == {k: d["acceptance_length"] for k, d in alone["domains"].items()}
 

@@ -35,6 +35,11 @@ def test_the_line_ends_with_a_proven_package_and_a_report(make_line: MakeLine) -
     card = (line.folder / "package" / "README.md").read_text()
     assert f"| {report['acceptance_length']['pooled']:.2f} |" in card
     assert f"| {report['speedup']['pooled']:.2f}x |" in card
+    stored = json.loads((line.folder / "package" / "firesteel.json").read_text())["contract"]["calibration"]
+    for kept, measured in zip(stored["positions"], report["calibration"]["positions"], strict=True):
+        assert kept == {name: measured[name] for name in kept}
+    assert stored["measured_on"] == report["calibration"]["measured_on"]
+    assert f"| mean | | {report['calibration']['ece_before']:.3f} | {report['calibration']['ece_after']:.3f} | {report['confidence']['ece']:.3f} |" in card
     proof = json.loads((line.folder / "package" / "manifest.json").read_text())["about"]["proof"]
     # Greedy answers: decoding the exported folder walks exactly the rounds that validation replayed.
     assert proof["decoded"] == pytest.approx(proof["promised"], abs=1e-9)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from firesteel.drafters.config import FULL, SLIDING, DraftConfig
-from firesteel.package.contract import Contract, Promise, make_contract
+from firesteel.package.contract import CalibrationRow, CalibrationTable, Contract, Promise, make_contract
 from firesteel.package.export import Exported, export
 from firesteel.package.keys import drafter_keys
 from firesteel.target.spec import TargetSpec
@@ -118,6 +118,14 @@ def make_vocab(config: DraftConfig, seed: int = 1) -> tuple[Tensor | None, Tenso
     return ids, torch.randn(config.draft_vocab_size, config.hidden_size, generator=rng)
 
 
+def toy_calibration(config: DraftConfig) -> CalibrationTable:
+    rows = [
+        CalibrationRow(position=k, rounds=50, ece_before=0.1 + k / 100, ece_after=0.01 + k / 1000, auc_before=0.7, auc_after=None if k == 4 else 0.75)
+        for k in range(1, config.num_drafts + 1)
+    ]
+    return CalibrationTable(bins=15, measured_on="5 validation documents", positions=tuple(rows))
+
+
 def toy_contract(config: DraftConfig, **changes: Any) -> Contract:
     contract = make_contract(
         config,
@@ -126,6 +134,7 @@ def toy_contract(config: DraftConfig, **changes: Any) -> Contract:
         temperatures=tuple(1.0 + 0.1 * k for k in range(config.num_drafts)) if config.confidence_head else (),
         promise=Promise(acceptance_length=2.5, rounds=100, accepted=150, draft_length=config.num_drafts, temperature=0.0, measured_on="validation"),
         speculative_tokens=config.num_drafts,
+        calibration=toy_calibration(config) if config.confidence_head else None,
     )
     return contract.model_copy(update=changes)
 

@@ -25,6 +25,14 @@ NUMBERS: dict[str, Any] = {
     "speedup": 1.87,
     "speedup_interval": [1.8, 1.95],
     "speedup_draft_length": 3,
+    "ece_before": 0.125,
+    "ece_after": 0.013,
+    "ece_held_out": 0.019,
+    "auc_before": 0.7,
+    "auc_after": 0.75,
+    "auc_held_out": 0.72,
+    "ece_held_out_per_position": [0.021, 0.022, 0.023],
+    "auc_held_out_per_position": [0.71, 0.72, None],
     "machine": "Slow CPU",
     "cores": 2,
 }
@@ -63,6 +71,20 @@ def test_numbers_are_the_given_ones() -> None:
     assert "Measured on Slow CPU (2 cores)" in text
     assert "soft-cap 30, scale 0.5" in text
     assert "1.00, 1.10, 1.20, 1.30" in text
+
+
+def test_the_calibration_is_shown_position_by_position() -> None:
+    text = card(DSPARK, NUMBERS)
+    assert "| 1 | 1.00 | 0.110 | 0.011 | 0.021 | 0.700 | 0.750 | 0.710 |" in text
+    assert f"| 3 | 1.20 | 0.130 | 0.013 | 0.023 | 0.700 | 0.750 | {ABSENT} |" in text
+    assert f"| 4 | 1.30 | 0.140 | 0.014 | {ABSENT} | 0.700 | {ABSENT} | {ABSENT} |" in text
+    assert "| mean | | 0.125 | 0.013 | 0.019 | 0.700 | 0.750 | 0.720 |" in text
+    assert "Before and after: on 5 validation documents." in text
+    fresh = card(DSPARK)  # as the package stage writes it, before evaluation
+    assert f"| 1 | 1.00 | 0.110 | 0.011 | {ABSENT} | 0.700 | 0.750 | {ABSENT} |" in fresh
+    older = card(DSPARK, NUMBERS, calibration=None)
+    assert f"| 1 | 1.00 | {ABSENT} | {ABSENT} | 0.021 | {ABSENT} | {ABSENT} | 0.710 |" in older
+    assert "Calibration of the confidences" not in card(DFLASH, NUMBERS)
 
 
 @pytest.mark.parametrize("empty", [None, {}, dict.fromkeys(NUMBERS)], ids=["none", "empty", "nulls"])

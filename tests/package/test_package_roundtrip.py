@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_toys import BLOCKS, CONFIGS, DFLASH, DSPARK, EAGLE3, EAGLES, TARGET, make_state, make_vocab, toy_contract, toy_export
+from package_toys import BLOCKS, CONFIGS, DFLASH, DSPARK, EAGLE3, EAGLES, TARGET, edit, make_state, make_vocab, toy_calibration, toy_contract, toy_export
 from safetensors import safe_open
 
 from firesteel.drafters.config import FULL, SLIDING
@@ -256,3 +256,14 @@ def test_what_a_checkpoint_says_needs_no_weights(tmp_path: Path) -> None:
     assert describe(tmp_path) == (loaded.config, loaded.contract)
     (tmp_path / "firesteel.json").unlink()
     assert describe(tmp_path) == (DSPARK, None)
+
+
+def test_the_calibration_travels_and_older_files_open_without_it(tmp_path: Path) -> None:
+    toy_export(tmp_path, DSPARK)
+    assert load(tmp_path).contract == toy_contract(DSPARK)
+    stored = json.loads((tmp_path / "firesteel.json").read_text())["contract"]["calibration"]
+    assert stored == toy_calibration(DSPARK).model_dump(mode="json")
+    assert (stored["positions"][0]["ece_before"], stored["positions"][0]["ece_after"]) == (0.11, 0.011)
+    edit(tmp_path / "firesteel.json", {}, drop=("contract.calibration",))
+    older = load(tmp_path).contract
+    assert older == toy_contract(DSPARK, calibration=None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from firesteel.errors import HiddenStateError, ResourceError
-from firesteel.hidden.mooncake import MooncakeSettings, MooncakeStore
+from firesteel.hidden.mooncake import MooncakeSettings, join_store, leave_store
 
 _KEPT_BACK, _LONGEST_ERROR = 64, 1024  # markers that find room in a full store, and characters of one
 
@@ -35,6 +35,13 @@ class Marker:
         return json.dumps(asdict(self)).encode()
 
 
+def _read_marker(data: bytes) -> Marker:
+    try:
+        return Marker(**json.loads(data))
+    except (ValueError, TypeError) as e:
+        return Marker(error=f"its marker is damaged: {e}", again=True)
+
+
 class Exchange(Protocol):
     """Bytes by handle, written once, read once."""
 
@@ -49,7 +56,11 @@ class Exchange(Protocol):
         """Leave a marker that says why there is no data."""
 
     def look(self, handle: str) -> Marker | None:
-        """The marker, if it is there."""
+        """The marker, if it is there.
+
+        Raises:
+            ResourceError: nobody answers, or the machine that holds it cannot be reached.
+        """
 
     def get(self, handle: str) -> bytes:
         """The data of a handle whose marker was seen.
@@ -83,11 +94,9 @@ class FolderExchange:
 
     def look(self, handle: str) -> Marker | None:
         try:
-            return Marker(**json.loads((self.folder / f"{handle}.json").read_bytes()))
+            return _read_marker((self.folder / f"{handle}.json").read_bytes())
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as e:
-            return Marker(error=f"its marker is damaged: {e}", again=True)
 
     def get(self, handle: str) -> bytes:
         try:
@@ -120,7 +129,7 @@ class MooncakeExchange:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.store = MooncakeStore(settings)
+        self.store, self._left = join_store(settings), False
         self._lends, self._mine, self._kept_back, self._lock = settings.segment > 0, secrets.token_hex(6), list[str](), threading.Lock()
         self._number = 0
         self._keep_back()
@@ -158,14 +167,12 @@ class MooncakeExchange:
 
     def look(self, handle: str) -> Marker | None:
         found = self.store.get(f"{handle}/marker")
-        return None if found is None else Marker(**json.loads(found))
+        return None if found is None else _read_marker(found)
 
     def get(self, handle: str) -> bytes:
         found = self.store.get(f"{handle}/states")
         if found is None:
-            raise HiddenStateError(
-                f"sample {handle} cannot be fetched from Mooncake", mend="set hidden.mooncake.address on each machine to the address that the other one reaches"
-            )
+            raise HiddenStateError(f"sample {handle} was deleted before it was fetched", mend="set hidden.lease to more seconds")
         return found
 
     def remove(self, handle: str) -> None:
@@ -173,11 +180,14 @@ class MooncakeExchange:
             self.store.remove(f"{handle}/{name}")
 
     def close(self) -> None:
-        self.store.close()
+        """Leave the store; it is closed when nobody in this process uses it any more. May be called twice."""
+        if not self._left:
+            self._left = True
+            leave_store(self.store)
 
 
 def open_exchange(config: Mapping[str, Any]) -> Exchange:
-    """The exchange that a plain mapping describes: `{"folder": PATH}` or `{"mooncake": {...}}`.
+    """The exchange that a plain mapping describes: `{"folder": PATH}` or `{"mooncake": {...}}`. Exchanges of the same settings share one client.
 
     Raises:
         ResourceError: the folder cannot be made, the master cannot be reached, or Mooncake is not installed.

@@ -28,7 +28,7 @@ def make_server(folder: str, ids: list[int], longest: int, exchange: Exchange, l
     """A server of the target in a folder, not yet serving, and what it hands states over with."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     layers, weights = model.config.num_hidden_layers, weights_digest(folder)
-    planner = Planner(ids, layers, longest, weights, folder)
+    planner = Planner(ids, layers, SIZE, longest, weights, folder)
     writer = Writer(exchange, ids, layers, weights, lease=lease)
     pause = float(os.environ.get("STATES_PAUSE", "0"))
     lock, count = threading.Lock(), iter(range(10**9))

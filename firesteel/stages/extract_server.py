@@ -9,8 +9,9 @@ import torch
 
 from firesteel.errors import RecipeError, TargetError
 from firesteel.stages.line import Line, pick_layer_ids
+from firesteel.stages.underway import check_room, largest_sample
 from firesteel.target.layout import Layout, read_layout
-from firesteel.target.server import Server, ServerPlan, check_room, largest_sample, leave_on_signals, plan_server
+from firesteel.target.server import Server, ServerPlan, leave_on_signals, plan_server
 
 
 def plan(line: Line) -> ServerPlan:

@@ -22,8 +22,9 @@ from firesteel.recipe import Node, Recipe, recipe_to_yaml
 from firesteel.stages.line import Line, pick_layer_ids
 from firesteel.stages.plan import plan_of, table
 from firesteel.stages.sizes import target_shape
+from firesteel.stages.underway import check_room
 from firesteel.target.layout import Layout, read_layout
-from firesteel.target.server import ServerPlan, check_room, leave_on_signals, link_code, plan_server
+from firesteel.target.server import ServerPlan, leave_on_signals, link_code, plan_server
 
 FOLDER, RECIPE, SCRIPT, MANIFESTS, SCRAPE = "launch", "recipe.yaml", "job.sbatch", "kubernetes.yaml", "prometheus.yml"
 _WRITERS = {"slurm": batch_script, "kubernetes": manifests}

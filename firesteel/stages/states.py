@@ -19,8 +19,9 @@ from firesteel.hidden.weights import weights_digest
 from firesteel.prompts.template import Document
 from firesteel.recipe import Endpoints
 from firesteel.stages.line import Line
+from firesteel.stages.underway import check_room
 from firesteel.target.loading import resolve_target
-from firesteel.target.server import check_length, check_room, exchange_config, server_url
+from firesteel.target.server import check_length, exchange_config, server_url
 from firesteel.target.vllm import VllmStates
 
 _PROBE = 512  # tokens of a sample that a server is tried with

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from firesteel.cli.app import app
 from firesteel.errors import RecipeError, ResourceError, TargetError
 from firesteel.recipe import recipe_from_dict
-from firesteel.target.server import Server, ServerPlan, check_room, exchange_config, largest_sample, plan_server
+from firesteel.stages.underway import check_room, largest_sample
+from firesteel.target.server import Server, ServerPlan, exchange_config, plan_server
 
 HEALTHY = (
     "import http.server, sys\n"

@@ -93,8 +93,8 @@ class Planner:
         return saves
 
     def _follow(self, computed: Mapping[str, int], scheduled: Mapping[str, int], blocks: Callable[[str], Sequence[int]]) -> None:
-        """Which blocks have states. vLLM writes none at all in a step in which some request comes within a token of the longest length, but its prefix
-        cache keeps the blocks of that step like any other, and gives them to later requests as computed."""
+        """Which blocks have states. vLLM's first model runner writes none at all in a step in which some request comes within a token of the longest
+        length, but the prefix cache keeps the blocks of that step like any other, and gives them to later requests as computed."""
         skipped = any(computed.get(r, 0) + n + 1 > self.max_length for r, n in scheduled.items())
         if not skipped and not self._stale:
             return

@@ -19,7 +19,7 @@ from firesteel.hidden.weights import weights_digest
 from firesteel.prompts.template import Document
 from firesteel.recipe import Endpoints
 from firesteel.stages.line import Line
-from firesteel.stages.underway import check_room
+from firesteel.stages.underway import check_buffer
 from firesteel.target.loading import resolve_target
 from firesteel.target.server import check_length, exchange_config, server_url
 from firesteel.target.vllm import VllmStates
@@ -41,7 +41,7 @@ def open_states(line: Line) -> VllmStates:
     """
     recipe, target = line.recipe, line.target
     check_length(recipe.hidden, target.spec.max_position_embeddings)
-    check_room(recipe.hidden, len(line.layer_ids), target.spec.hidden_size)
+    check_buffer(recipe.hidden, len(line.layer_ids), target.spec.hidden_size)
     return VllmStates(
         open_exchange(exchange_config(recipe.hidden, line.folder, segment=False)),
         layer_ids=line.layer_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 from mooncake_fake import Fake, install
@@ -62,7 +63,7 @@ def test_a_failure_that_passes_is_none(fake: Fake, monkeypatch: pytest.MonkeyPat
         fake.held.discard("h/states")
         fake.objects.pop("gone/states", None)
 
-    monkeypatch.setattr(mooncake.time, "sleep", passes)
+    monkeypatch.setattr(time, "sleep", passes)
     assert exchange.get("h") == b"data"
     fake.objects["gone/states"] = b"data"
     with pytest.raises(HiddenStateError, match="gone was deleted before it was fetched"):

@@ -39,7 +39,7 @@ class Shifted(FolderExchange):
 
 @pytest.mark.parametrize("shift", [-DAY, DAY])
 def test_nothing_depends_on_the_other_machines_clock(tmp_path: Path, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = time.time, set()
+    real, asked = time.time, set[bool]()
 
     def clock() -> float:
         """The server's threads live a day apart from all others."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from states_fake import IDS, TABLE, FakeServer
@@ -103,6 +104,17 @@ def test_a_server_of_another_model_or_other_layers_is_refused_for_good(tmp_path:
 def test_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="cannot be reached"):
         fetch(client(tmp_path), "http://127.0.0.1:9")
+
+
+def test_a_connection_that_breaks_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = client(tmp_path)
+
+    async def broken(*args: object, **kwargs: object) -> None:
+        raise httpx.ReadError("")
+
+    monkeypatch.setattr(states._http, "request", broken)
+    with pytest.raises(TargetError, match=r"at http://host:1 cannot be reached: ReadError"):
+        fetch(states, "http://host:1")
 
 
 def test_a_full_exchange_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

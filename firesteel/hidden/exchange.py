@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from firesteel.errors import HiddenStateError, ResourceError
-from firesteel.hidden.mooncake import MooncakeSettings, MooncakeStore
+from firesteel.hidden.mooncake import MooncakeSettings, join_store, leave_store
 
 _KEPT_BACK, _LONGEST_ERROR = 64, 1024  # markers that find room in a full store, and characters of one
+_GRACE, _LONG = 2.0, 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,13 @@ class Marker:
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+
+def _read_marker(data: bytes) -> Marker:
+    try:
+        return Marker(**json.loads(data))
+    except (ValueError, TypeError) as e:
+        return Marker(error=f"its marker is damaged: {e}", again=True)
 
 
 class Exchange(Protocol):
@@ -49,7 +58,11 @@ class Exchange(Protocol):
         """Leave a marker that says why there is no data."""
 
     def look(self, handle: str) -> Marker | None:
-        """The marker, if it is there."""
+        """The marker, if it is there.
+
+        Raises:
+            ResourceError: nobody answers, or the machine that holds it cannot be reached.
+        """
 
     def get(self, handle: str) -> bytes:
         """The data of a handle whose marker was seen.
@@ -83,11 +96,9 @@ class FolderExchange:
 
     def look(self, handle: str) -> Marker | None:
         try:
-            return Marker(**json.loads((self.folder / f"{handle}.json").read_bytes()))
+            return _read_marker((self.folder / f"{handle}.json").read_bytes())
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as e:
-            return Marker(error=f"its marker is damaged: {e}", again=True)
 
     def get(self, handle: str) -> bytes:
         try:
@@ -120,7 +131,7 @@ class MooncakeExchange:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.store = MooncakeStore(settings)
+        self.store, self._left = join_store(settings), False
         self._lends, self._mine, self._kept_back, self._lock = settings.segment > 0, secrets.token_hex(6), list[str](), threading.Lock()
         self._number = 0
         self._keep_back()
@@ -158,14 +169,12 @@ class MooncakeExchange:
 
     def look(self, handle: str) -> Marker | None:
         found = self.store.get(f"{handle}/marker")
-        return None if found is None else Marker(**json.loads(found))
+        return None if found is None else _read_marker(found)
 
     def get(self, handle: str) -> bytes:
         found = self.store.get(f"{handle}/states")
         if found is None:
-            raise HiddenStateError(
-                f"sample {handle} cannot be fetched from Mooncake", mend="set hidden.mooncake.address on each machine to the address that the other one reaches"
-            )
+            raise HiddenStateError(f"sample {handle} was deleted before it was fetched", mend="set hidden.lease to more seconds")
         return found
 
     def remove(self, handle: str) -> None:
@@ -173,11 +182,14 @@ class MooncakeExchange:
             self.store.remove(f"{handle}/{name}")
 
     def close(self) -> None:
-        self.store.close()
+        """Leave the store; it is closed when nobody in this process uses it any more. May be called twice."""
+        if not self._left:
+            self._left = True
+            leave_store(self.store)
 
 
 def open_exchange(config: Mapping[str, Any]) -> Exchange:
-    """The exchange that a plain mapping describes: `{"folder": PATH}` or `{"mooncake": {...}}`.
+    """The exchange that a plain mapping describes: `{"folder": PATH}` or `{"mooncake": {...}}`. Exchanges of the same settings share one client.
 
     Raises:
         ResourceError: the folder cannot be made, the master cannot be reached, or Mooncake is not installed.
@@ -188,15 +200,75 @@ def open_exchange(config: Mapping[str, Any]) -> Exchange:
 
 
 class Leases:
-    """Deletes what a writer left and nobody fetched within the lease. Handles that were fetched are gone already: deleting does nothing."""
+    """Deletes what a writer left and nobody fetched within the lease, in a thread of its own. May be used by several threads.
 
-    def __init__(self, exchange: Exchange, seconds: float) -> None:
-        self.exchange, self.seconds = exchange, seconds
-        self._left: deque[tuple[float, str]] = deque()
+    Handles that were fetched are gone already: deleting does nothing.
+
+    Args:
+        seconds: the lease.
+        clock: seconds of this process; no other machine's clock counts.
+    """
+
+    def __init__(self, exchange: Exchange, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.exchange, self.seconds, self._clock = exchange, seconds, clock
+        self._left: deque[tuple[float, str]] = deque()  # each with the time at which its lease ends
+        self._news, self._ended = threading.Condition(), False
+        self._thread: threading.Thread | None = None
+        self._log = logging.getLogger("vllm.firesteel")
 
     def add(self, handle: str) -> None:
-        """A handle was left now; earlier ones that ran out are deleted."""
-        now = time.monotonic()
-        self._left.append((now, handle))
-        while self._left and now - self._left[0][0] > self.seconds:
-            self.exchange.remove(self._left.popleft()[1])
+        """A handle was left now."""
+        with self._news:
+            self._left.append((self._clock() + self.seconds, handle))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="firesteel-leases", daemon=True)
+                self._thread.start()
+            self._news.notify()
+
+    def sweep(self) -> None:
+        """Delete what ran out. What cannot be deleted now is tried again a lease later."""
+        ended = []
+        with self._news:
+            while self._left and self._left[0][0] <= self._clock():
+                ended.append(self._left.popleft()[1])
+        for handle in ended:
+            if not self._remove(handle):
+                self.add(handle)
+
+    def close(self, grace: float = _GRACE) -> None:
+        """Delete what is left. What was left within the last `grace` seconds may be on its way to its reader, who has so long to fetch it."""
+        with self._news:
+            self._ended = True
+            self._news.notify()
+        if self._thread is not None:
+            self._thread.join(_GRACE)
+        now = self._clock()
+        late = [handle for end, handle in self._left if end - self.seconds > now - grace]
+        while self._clock() < now + grace and any(self._there(handle) for handle in late):
+            time.sleep(0.02)
+        give_up = self._clock() + _GRACE  # a master that is gone lets each deletion wait
+        while self._left and self._clock() <= give_up:
+            self._remove(self._left.popleft()[1])
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                while not self._ended and (pause := self._left[0][0] - self._clock() if self._left else _LONG) > 0:
+                    self._news.wait(pause)
+                if self._ended:
+                    return
+            self.sweep()
+
+    def _there(self, handle: str) -> bool:
+        try:
+            return self.exchange.look(handle) is not None
+        except Exception:  # nobody can fetch it either
+            return False
+
+    def _remove(self, handle: str) -> bool:
+        try:
+            self.exchange.remove(handle)
+        except Exception as e:  # one that stays must not keep the others
+            self._log.warning("%s was not fetched, and cannot be deleted: %s", handle, e)
+            return False
+        return True

@@ -54,7 +54,7 @@ class SampleFeed:
         settings: watermarks, budgets and times.
         step_tokens: tokens of an optimiser step, at most, over all trainers.
         check: refuses a sample with `HiddenStateError`; it is then fetched again within the budget.
-        finish: closes what `fetch` needs, in the feed's thread.
+        finish: closes what `fetch` needs, in the feed's thread, or in that of `close` where no batch was ever taken.
 
     Attributes:
         stop: the batch number that will not be wanted any more, so that nothing is fetched in vain; None: no end. To be set before the
@@ -126,10 +126,14 @@ class SampleFeed:
 
     def close(self) -> None:
         """End the thread and everything under way in it. May be called twice."""
-        if self._thread is not None and not self._closed and self._loop is not None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(_PATIENCE)
-        self._closed = True
+        elif self._finish is not None:
+            asyncio.run(_run(self._finish))
 
     def __enter__(self) -> SampleFeed:
         return self
@@ -206,3 +210,7 @@ class SampleFeed:
     def _broke(self, error: BaseException) -> None:
         self._pool.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
         self._news.set()
+
+
+async def _run(work: Callable[[], Awaitable[None]]) -> None:
+    await work()

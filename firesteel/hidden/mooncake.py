@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from firesteel.errors import ResourceError
 
 _FULL = -200
+_AGAIN = 0.1  # seconds after which what could not be fetched is tried once more
 _INSTALL = "pip install 'firesteel[mooncake]' (machines with CUDA: mooncake-transfer-engine), and Debian's libibverbs1 and librdmacm1"
 
 
@@ -100,21 +102,35 @@ class MooncakeStore:
             )
 
     def get(self, key: str) -> bytes | None:
-        """An object's bytes, or None where it is not there or cannot be fetched.
+        """An object's bytes, or None where it is not there.
 
         Raises:
-            ResourceError: the master does not answer.
+            ResourceError: the master does not answer, or the machine that has the object cannot be reached.
         """
-        # Asked for first, because a get of what is not there writes a warning each time.
-        there = self._store.is_exist(key)
+        for again in (True, False):
+            # Asked for first, because a get of what is not there writes a warning each time; once more after a failure: it may have been removed just then.
+            if not self._has(key):
+                return None
+            found: bytes = self._store.get(key)
+            if found:
+                return found
+            if again:
+                time.sleep(_AGAIN)
+        if not self._has(key):
+            return None
+        s = self.settings
+        raise ResourceError(
+            f"the Mooncake master at {s.master} knows {key}, but the machine that holds it does not give it to this one ({s.address}, {s.protocol})",
+            mend="set hidden.mooncake.address on each machine, server and trainer, to the address that the other one reaches",
+        )
+
+    def _has(self, key: str) -> bool:
+        there: int = self._store.is_exist(key)
         if there < 0:
             raise ResourceError(
                 f"the Mooncake master at {self.settings.master} does not answer (code {there})", mend="look at its log, and start the server again"
             )
-        if there == 0:
-            return None
-        found: bytes = self._store.get(key)
-        return found or None
+        return there > 0
 
     def remove(self, key: str) -> None:
         """Delete an object, whether or not a reader's lease runs on it."""
@@ -125,3 +141,30 @@ class MooncakeStore:
             if self._store is not None:
                 self._store.close()
                 self._store = None
+
+
+_joined: dict[MooncakeSettings, tuple[MooncakeStore, int]] = {}  # and how many have it
+_joining = threading.Lock()
+
+
+def join_store(settings: MooncakeSettings) -> MooncakeStore:
+    """The store of these settings that this process is in, or else joins now: each client costs a buffer and a connection to every other machine.
+
+    Raises:
+        ResourceError: as `MooncakeStore`.
+    """
+    with _joining:
+        store, users = _joined.get(settings) or (MooncakeStore(settings), 0)
+        _joined[settings] = store, users + 1
+        return store
+
+
+def leave_store(store: MooncakeStore) -> None:
+    """One user of `join_store` less; the last one closes it."""
+    with _joining:
+        _, users = _joined[store.settings]
+        if users > 1:
+            _joined[store.settings] = store, users - 1
+            return
+        del _joined[store.settings]
+        store.close()

@@ -18,10 +18,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from firesteel.errors import FiresteelError
 from firesteel.hidden.exchange import open_exchange
 from firesteel.hidden.weights import weights_digest
-from firesteel.inside_vllm.plan import Planner, Save
+from firesteel.inside_vllm.plan import LAYER, Planner, Save, find_group
 from firesteel.inside_vllm.writer import Writer
-
-_LAYER = "cache_only_layers"  # the name that vLLM gives the layer that keeps states
 
 
 @dataclass
@@ -45,9 +43,9 @@ class FiresteelStates(KVConnectorBase_V1, SupportsHMA):
         layers = model.get_total_num_hidden_layers()
         if layers not in ids:
             raise FiresteelError(f"eagle_aux_hidden_state_layer_ids={ids} lacks the output of the last layer, {layers}")
-        self.group, self.block_size = _find_group(kv_cache_config)
+        self.group, self.block_size = find_group(kv_cache_config)
         weights = weights_digest(model.model, model.revision)
-        self.planner = Planner(ids, layers, model.max_model_len, weights, model.model)
+        self.planner = Planner(ids, layers, self.block_size, model.max_model_len, weights, model.model)
         self.cache: Tensor | None = None
         self.writer: Writer | None = None
 
@@ -84,9 +82,9 @@ class FiresteelStates(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         if get_tensor_model_parallel_rank() != 0:
             return
-        found = [cache for name, cache in kv_caches.items() if _LAYER in name]
+        found = [cache for name, cache in kv_caches.items() if LAYER in name]
         if len(found) != 1 or found[0].ndim != 4 or found[0].shape[1:3] != (len(self.planner.layer_ids), self.block_size):
-            shapes = {name: list(cache.shape) for name, cache in kv_caches.items() if _LAYER in name}
+            shapes = {name: list(cache.shape) for name, cache in kv_caches.items() if LAYER in name}
             raise FiresteelError(f"vLLM's cache of hidden states is not [blocks, {len(self.planner.layer_ids)}, {self.block_size}, d]: {shapes}")
         self.cache = found[0]
         extra = self._kv_transfer_config.kv_connector_extra_config
@@ -120,12 +118,3 @@ class FiresteelStates(KVConnectorBase_V1, SupportsHMA):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-
-
-def _find_group(kv_cache_config: Any) -> tuple[int, int]:
-    """The cache group with the layer that keeps states, and its block size (hybrid targets have several groups, of several sizes)."""
-    for i, group in enumerate(kv_cache_config.kv_cache_groups):
-        if any(_LAYER in name for name in group.layer_names):
-            return i, group.kv_cache_spec.block_size
-    names = [group.layer_names[:2] for group in kv_cache_config.kv_cache_groups]
-    raise FiresteelError(f"none of vLLM's cache groups keeps hidden states: {names}")

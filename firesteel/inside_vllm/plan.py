@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firesteel.errors import HiddenStateError
+from firesteel.errors import FiresteelError, HiddenStateError
 from firesteel.hidden.wire import FIELD, PROTOCOL, Wanted, from_ranges, read_wanted
+
+LAYER = "cache_only_layers"  # the name that vLLM gives the layer that keeps states
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class _Prefill:
     wanted: Wanted | None
     prompt: Sequence[int]
     error: str | None = None
-    skipped: bool = False
     saved: bool = False
 
 
@@ -42,15 +43,17 @@ class Planner:
     Args:
         layer_ids: captured layers, in the order of the cache's columns.
         num_layers: id of the last layer's output, which must be among them.
+        block_size: positions of a block.
         max_length: positions that the server takes.
         weights: digest of the served weights; None where they cannot be read.
         model: name of the served model, for messages.
     """
 
-    def __init__(self, layer_ids: Sequence[int], num_layers: int, max_length: int, weights: str | None, model: str) -> None:
-        self.layer_ids, self.num_layers, self.max_length = tuple(layer_ids), num_layers, max_length
+    def __init__(self, layer_ids: Sequence[int], num_layers: int, block_size: int, max_length: int, weights: str | None, model: str) -> None:
+        self.layer_ids, self.num_layers, self.block_size, self.max_length = tuple(layer_ids), num_layers, block_size, max_length
         self.weights, self.model = weights, model
         self._requests: dict[str, _Prefill] = {}
+        self._stale: set[int] = set()  # blocks with positions that vLLM computed without writing their states
 
     def start(self, request: str, prompt: Sequence[int] | None, params: Mapping[str, Any] | None) -> None:
         """A request is scheduled for the first time; without our field in its parameters it is left alone."""
@@ -72,21 +75,36 @@ class Planner:
             scheduled: tokens that it computes, by request.
             blocks: the cache's blocks of a request.
         """
-        # vLLM writes no states at all in a step in which some request comes within a token of the longest length.
-        skipped = any(computed.get(r, 0) + n + 1 > self.max_length for r, n in scheduled.items())
+        self._follow(computed, scheduled, blocks)
         saves = []
         for name, count in scheduled.items():
             request = self._requests.get(name)
-            if request is None or request.wanted is None or request.saved:
+            if request is None or request.wanted is None or request.saved or computed.get(name, 0) + count < len(request.prompt):
                 continue
-            if computed.get(name, 0) == 0:  # its first step, or again after it was preempted
-                request.skipped = False
-            request.skipped |= skipped
-            if computed.get(name, 0) + count >= len(request.prompt):
-                error = f"vLLM captured no states in a step that reached its longest length of {self.max_length}" if request.skipped else None
-                saves.append(Save(request.wanted, request.prompt, [] if error else blocks(name), error))
-                request.saved = True
+            found = blocks(name)
+            error = None
+            if self._stale.intersection(found[: -(-len(request.prompt) // self.block_size)]):
+                error = (
+                    f"vLLM captured no states of some of these tokens: it does not in a step that reaches its longest length of {self.max_length}. "
+                    "If this goes on, its prefix cache keeps them: serve with --no-enable-prefix-caching"
+                )
+            saves.append(Save(request.wanted, request.prompt, [] if error else found, error))
+            request.saved = True
         return saves
+
+    def _follow(self, computed: Mapping[str, int], scheduled: Mapping[str, int], blocks: Callable[[str], Sequence[int]]) -> None:
+        """Which blocks have states. vLLM's first model runner writes none at all in a step in which some request comes within a token of the longest
+        length, but the prefix cache keeps the blocks of that step like any other, and gives them to later requests as computed."""
+        skipped = any(computed.get(r, 0) + n + 1 > self.max_length for r, n in scheduled.items())
+        if not skipped and not self._stale:
+            return
+        size = self.block_size
+        for name, count in scheduled.items():
+            first, end = computed.get(name, 0), -(-(computed.get(name, 0) + count) // size)
+            if skipped:
+                self._stale.update(blocks(name)[first // size : end])
+            else:  # written from its first position on, a block is as good as new
+                self._stale.difference_update(blocks(name)[-(-first // size) : end])
 
     def finish(self, request: str) -> dict[str, Any] | None:
         """The answer to a request's client, as `kv_transfer_params`; None where it wanted no states."""
@@ -104,3 +122,16 @@ class Planner:
         if lacking:
             raise HiddenStateError(f"layer {lacking[0]} is wanted, the server of {self.model} captures {list(self.layer_ids)}")
         from_ranges(wanted.last, len(prompt))
+
+
+def find_group(kv_cache_config: Any) -> tuple[int, int]:
+    """Of vLLM's cache groups the one with the layer that keeps states, and its block size (hybrid targets have several groups, of several sizes).
+
+    Raises:
+        FiresteelError: there is none.
+    """
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        if any(LAYER in name for name in group.layer_names):
+            return i, group.kv_cache_spec.block_size
+    names = [group.layer_names[:2] for group in kv_cache_config.kv_cache_groups]
+    raise FiresteelError(f"none of vLLM's cache groups keeps hidden states: {names}")

@@ -18,6 +18,7 @@ from firesteel.hidden.wire import from_ranges, pack
 from firesteel.inside_vllm.plan import Save
 
 _PATIENCE = 10.0  # seconds that a full store is tried again
+_PAUSES = (0.1, 1.0, 5.0)  # seconds between the tries to leave a marker
 
 
 def gather(cache: Tensor, blocks: Sequence[int], positions: Tensor, columns: Sequence[int]) -> Tensor:
@@ -65,14 +66,36 @@ class Writer:
         self._log = logging.getLogger("vllm.firesteel")
 
     def submit(self, save: Save, cache: Tensor) -> None:
-        """Take a request's states; when this returns, its blocks may be written by the work that follows on the device."""
+        """Take a request's states; when this returns, its blocks may be written by the work that follows on the device.
+
+        Never raises: the engine goes on, and the client is told by a marker.
+        """
+        handle = save.wanted.handle
+        try:
+            self._take(save, cache)
+        except Exception as e:
+            error, again = self._say(handle, e)
+            try:
+                self._pool.submit(self._fail, handle, error, again)
+            except RuntimeError:
+                self._log.error("no hidden states for %s, and no marker: this server is ending", handle)
+
+    def finish(self) -> None:
+        """Send what waits; nothing can be submitted after."""
+        self._pool.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Send what waits, delete what nobody fetches, and leave the store."""
+        self.finish()
+        self._leases.close()
+        self.exchange.close()
+
+    def _take(self, save: Save, cache: Tensor) -> None:
         if save.error is not None:
-            self._pool.submit(self._fail, save.wanted.handle, save.error, True)
-            return
-        length = len(save.token_ids)
-        if length > len(save.blocks) * cache.shape[2]:
-            self._pool.submit(self._fail, save.wanted.handle, f"the prompt has {length} tokens, its blocks hold {len(save.blocks) * cache.shape[2]}", True)
-            return
+            raise ResourceError(save.error)
+        length, room = len(save.token_ids), len(save.blocks) * cache.shape[2]
+        if length > room:
+            raise ResourceError(f"the prompt has {length} tokens, its blocks hold {room}")
         positions = from_ranges(save.wanted.last, length)
         columns = [self.layer_ids.index(i) for i in save.wanted.layer_ids]
         aux = gather(cache, save.blocks, torch.arange(length), columns)
@@ -81,13 +104,24 @@ class Writer:
         with self._room:
             self._room.wait_for(lambda: self._pending == 0 or self._pending + size <= self._limit)
             self._pending += size
-        (aux, last), ready = self._to_host([aux, last])
-        self._pool.submit(self._write, save, aux, last, positions, ready, size)
+        try:
+            (aux, last), ready = self._to_host([aux, last])
+            self._pool.submit(self._write, save, aux, last, positions, ready, size)
+        except BaseException:
+            self._sent(size)
+            raise
 
-    def close(self) -> None:
-        """Send what waits, and leave the store."""
-        self._pool.shutdown(wait=True)
-        self.exchange.close()
+    def _sent(self, size: int) -> None:
+        with self._room:
+            self._pending -= size
+            self._room.notify_all()
+
+    def _say(self, handle: str, error: Exception) -> tuple[str, bool]:
+        """What a marker says of an error, and whether another try may help."""
+        if isinstance(error, HiddenStateError | ResourceError):
+            return str(error), isinstance(error, ResourceError)
+        self._log.error("hidden states of %s were not handed over", handle, exc_info=error)
+        return f"{type(error).__name__}: {error}", True
 
     def _to_host(self, states: list[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
         """Copies into pinned memory on a stream of their own; the second value waits for them. On a CPU nothing is left to do."""
@@ -113,18 +147,12 @@ class Writer:
             ids = torch.tensor(save.token_ids, dtype=torch.int64)
             data = pack(handle, ids, aux, last, positions, layer_ids=save.wanted.layer_ids, codec=save.wanted.codec, target=self.weights)
             self._send(handle, data)
-            self._leases.add(handle)
-        except HiddenStateError as e:
-            self._fail(handle, str(e), False)
-        except ResourceError as e:
-            self._fail(handle, str(e), True)
         except Exception as e:  # whatever it is, the client must hear of it
-            self._log.exception("hidden states of %s were not handed over", handle)
-            self._fail(handle, f"{type(e).__name__}: {e}", True)
+            self._fail(handle, *self._say(handle, e))
+        else:
+            self._leases.add(handle)
         finally:
-            with self._room:
-                self._pending -= size
-                self._room.notify_all()
+            self._sent(size)
 
     def _send(self, handle: str, data: bytes) -> None:
         """A full store empties as the trainer fetches: wait a little for it."""
@@ -140,11 +168,12 @@ class Writer:
 
     def _fail(self, handle: str, error: str, again: bool) -> None:
         self._log.warning("no hidden states for %s: %s", handle, error)
-        for pause in (0.1, 1.0, 5.0, 0.0):
+        for pause in (*_PAUSES, None):
             try:
                 self.exchange.fail(handle, error, again=again)
-                self._leases.add(handle)
-                return
-            except ResourceError as e:
-                self._log.error("the failure of %s cannot be said either: %s", handle, e)
-            time.sleep(pause)
+                break
+            except Exception as e:  # a store that cannot take data may not take words either
+                self._log.error("the failure of %s cannot be said%s: %s", handle, " for good" if pause is None else "", e)
+            if pause is not None:
+                time.sleep(pause)
+        self._leases.add(handle)  # without a marker, too: some of the data may be there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -44,19 +45,18 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
         _write(line, writer, None)
         line.screen.say("calibrate: this drafter has no confidence head, nothing to do")
         return {"temperatures": None}
-    job = make_job(line, writer.path, trained.config, trained.vocab, hidden, lambda values: None, tokens=1)
-    job.drafter = trained.drafter.to(line.target.device)
     listed = take(extract.read_index(hidden, "validation"), settings.tokens)
     # One half fits, the other judges: figures on the rounds that were fitted on would flatter.
     fitted, judged = split_in_domains(listed)
     parts = []
-    for half in (fitted, judged or fitted):
-        keys = [d.key for d in half]
-        job.held_out = held_out_batches(
-            held_samples(line, hidden, job.source.store, keys), keys, job.source.layout, batch_tokens=line.recipe.train.batch_tokens
-        )
-        found = run_validation(job, keep_blocks=True)
-        parts.append(_arrays(found))
+    job = make_job(line, writer.path, trained.config, trained.vocab, hidden, lambda values: None, tokens=1)
+    job.drafter = trained.drafter.to(line.target.device)
+    with closing(job.source) as source:
+        for half in (fitted, judged or fitted):
+            keys = [d.key for d in half]
+            job.held_out = held_out_batches(held_samples(line, hidden, source.store, keys), keys, source.layout, batch_tokens=line.recipe.train.batch_tokens)
+            found = run_validation(job, keep_blocks=True)
+            parts.append(_arrays(found))
     temperatures = fit_temperatures(*parts[0], bins=settings.bins)
     measured_on = f"{len(judged)} validation documents that were not fitted on" if judged else "the one validation document it was fitted on"
     measured = measure_calibration(*parts[1], temperatures=temperatures, bins=settings.bins, measured_on=measured_on)

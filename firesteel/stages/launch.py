@@ -22,6 +22,7 @@ from firesteel.recipe import Node, Recipe, recipe_to_yaml
 from firesteel.stages.line import Line, pick_layer_ids
 from firesteel.stages.plan import plan_of, table
 from firesteel.stages.sizes import target_shape
+from firesteel.stages.underway import check_room
 from firesteel.target.layout import Layout, read_layout
 from firesteel.target.server import ServerPlan, leave_on_signals, link_code, plan_server
 
@@ -160,7 +161,7 @@ def _layout(recipe: Recipe) -> Layout:
     if recipe.target.model.startswith("pypi:") or Path(recipe.target.model).is_dir():
         return read_layout(recipe.target)
     shape = target_shape(recipe)
-    return Layout(recipe.target.model, shape.layers, shape.max_positions)
+    return Layout(recipe.target.model, shape.layers, shape.max_positions, shape.hidden)
 
 
 def _plan(recipe: Recipe, topology: Topology, spot: ServerSpot, node: Node, layout: Layout, launcher: str, *, own_master: bool = False) -> ServerPlan:
@@ -178,6 +179,7 @@ def _plan(recipe: Recipe, topology: Topology, spot: ServerSpot, node: Node, layo
     mooncake = m.model_copy(update={"address": node.address, "master": None if own_master else _master(recipe, topology)})
     hidden = recipe.hidden.model_copy(update={"mooncake": mooncake, "exchange": _exchange(recipe)})
     ids = pick_layer_ids(recipe, layout.num_layers)
+    check_room(hidden, len(ids), layout.hidden_size)
     made = plan_server(
         target, hidden, recipe.run_dir, model=layout.path, layer_ids=ids, num_layers=layout.num_layers, max_positions=layout.max_positions, link=False
     )

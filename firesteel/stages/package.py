@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +61,10 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, artifact: Artifa
     keys = _proof_documents(line, hidden)
     job = make_job(line, writer.path, config, trained.vocab, hidden, lambda values: None, tokens=1)
     job.drafter = trained.drafter.to(target.device)
-    store = held_samples(line, hidden, job.source.store, keys)
-    job.held_out = held_out_batches(store, keys, job.source.layout, batch_tokens=recipe.train.batch_tokens)
-    promised = run_validation(job)
+    with closing(job.source) as source:
+        store = held_samples(line, hidden, source.store, keys)
+        job.held_out = held_out_batches(store, keys, source.layout, batch_tokens=recipe.train.batch_tokens)
+        promised = run_validation(job)
     contract = make_contract(
         config,
         target.spec,

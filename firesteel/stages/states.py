@@ -12,14 +12,14 @@ import torch
 
 from firesteel.endpoints.pool import Pool
 from firesteel.endpoints.roster import Roster
-from firesteel.errors import HiddenStateError, RecipeError
-from firesteel.hidden.codec import state_bytes
+from firesteel.errors import HiddenStateError
 from firesteel.hidden.exchange import open_exchange
 from firesteel.hidden.sample import HiddenSample
 from firesteel.hidden.weights import weights_digest
 from firesteel.prompts.template import Document
 from firesteel.recipe import Endpoints
 from firesteel.stages.line import Line
+from firesteel.stages.underway import check_buffer
 from firesteel.target.loading import resolve_target
 from firesteel.target.server import check_length, exchange_config, server_url
 from firesteel.target.vllm import VllmStates
@@ -36,19 +36,12 @@ def open_states(line: Line) -> VllmStates:
     """A client for the line's target; its `fetch` makes one sample at one server.
 
     Raises:
-        RecipeError: documents may be longer than a server can take.
+        RecipeError: documents may be longer than a server can take, or have more states than the exchange.
         ResourceError: the exchange cannot be opened.
     """
     recipe, target = line.recipe, line.target
     check_length(recipe.hidden, target.spec.max_position_embeddings)
-    largest = state_bytes(recipe.hidden.max_length * (len(line.layer_ids) + 1), target.spec.hidden_size, recipe.hidden.codec)
-    buffer = recipe.hidden.mooncake.buffer_gb * 2**30
-    if recipe.hidden.transport == "mooncake" and largest > buffer:
-        raise RecipeError(
-            f"a document of {recipe.hidden.max_length} tokens (hidden.max_length) has {largest / 2**30:.2f} GiB of states, "
-            f"hidden.mooncake.buffer_gb is {buffer / 2**30:g}",
-            mend=f"set hidden.mooncake.buffer_gb={largest / 2**30 * 1.1:.2f} at both ends",
-        )
+    check_buffer(recipe.hidden, len(line.layer_ids), target.spec.hidden_size)
     return VllmStates(
         open_exchange(exchange_config(recipe.hidden, line.folder, segment=False)),
         layer_ids=line.layer_ids,

@@ -15,6 +15,7 @@ from firesteel.hidden.codec import decode_sample, encode_sample
 from firesteel.hidden.feed import Fetch, SampleFeed, Work
 from firesteel.hidden.sample import HiddenSample, check_sample
 from firesteel.hidden.stores import HiddenStore, MemoryStore
+from firesteel.hidden.window import watermarks
 from firesteel.kernels.linear import wants_half
 from firesteel.prompts.template import Document
 from firesteel.recipe import Train
@@ -44,16 +45,17 @@ def open_feed(line: Line, wanted: Sequence[Work]) -> SampleFeed:
         # One forward pass at a time: a second one would only take cores from the first.
         alone = settings.model_copy(update={"concurrency": 1})
         return SampleFeed(local_fetch(line), wanted, Roster([_LOCAL]), alone, step_tokens=step, check=check)
-    served = states.open_states(line)
-
-    async def fetch(endpoint: str, work: Work) -> HiddenSample:
-        return await served.fetch(endpoint, work.token_ids, work.loss_mask, work.key)
-
     groups = settings.groups
     if line.world.size % groups:
         raise RecipeError(
             f"hidden.feed.groups={groups} does not divide the {line.world.size} processes of this run", mend="set hidden.feed.groups to a divisor, or to 1"
         )
+    watermarks(settings, step)  # like the groups: refused before a client is made that nobody would close
+    served = states.open_states(line)
+
+    async def fetch(endpoint: str, work: Work) -> HiddenSample:
+        return await served.fetch(endpoint, work.token_ids, work.loss_mask, work.key)
+
     roster = Roster(states.servers(line), line.folder / ENDPOINTS, part=(line.world.rank * groups // line.world.size, groups))
     return SampleFeed(fetch, wanted, roster, settings, step_tokens=step, check=check, finish=partial(states.leave, served))
 

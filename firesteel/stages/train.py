@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -87,7 +88,10 @@ def load_trained(line: Line, algorithm: str, artifact: Artifact | None = None) -
 def make_job(
     line: Line, folder: Any, config: DraftConfig, vocab: DraftVocab | None, hidden: Artifact, on_step: Any, *, tokens: int, init: str = "random"
 ) -> TrainJob:
-    """A training job over the stored states; `tokens` bounds the held-out documents. The drafter starts from the target with `init=target`."""
+    """A training job over the stored states; `tokens` bounds the held-out documents. The drafter starts from the target with `init=target`.
+
+    Whoever gets it closes its source.
+    """
     recipe = line.recipe
     streamed = recipe.hidden.store == "stream"
     store: HiddenStore | SampleFeed = stream.open_feed(line, stream.works(line, hidden, "train")) if streamed else extract.open_store(line, hidden)
@@ -104,24 +108,28 @@ def make_job(
     )
     source.stop = stream.last_batch(recipe.train, source.per_epoch, line.world.data_size)
     keys = [d.key for d in take(extract.read_index(hidden, "validation"), tokens)]
-    held_out = held_out_batches(stream.held_samples(line, hidden, store, keys), keys, layout, batch_tokens=recipe.train.batch_tokens)
-    torch.manual_seed(recipe.seed)
-    drafter = get_spec(config.algorithm).build(config).to(line.target.device)
-    if init == "target":
-        start_from_target(line, drafter, config)
-    return TrainJob(
-        drafter,
-        make_tables(line.target.head, vocab),
-        source,
-        held_out,
-        recipe.train,
-        recipe.loss,
-        folder,
-        line.target.spec.eos_ids,
-        on_step,
-        line.world,
-        watch=recipe.watch,
-    )
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        held_out = held_out_batches(stream.held_samples(line, hidden, store, keys), keys, layout, batch_tokens=recipe.train.batch_tokens)
+        torch.manual_seed(recipe.seed)
+        drafter = get_spec(config.algorithm).build(config).to(line.target.device)
+        if init == "target":
+            start_from_target(line, drafter, config)
+        job = TrainJob(
+            drafter,
+            make_tables(line.target.head, vocab),
+            source,
+            held_out,
+            recipe.train,
+            recipe.loss,
+            folder,
+            line.target.spec.eos_ids,
+            on_step,
+            line.world,
+            watch=recipe.watch,
+        )
+        stack.pop_all()
+    return job
 
 
 def take(listed: list[Listed], tokens: int) -> list[Listed]:
@@ -168,17 +176,15 @@ def _make(line: Line, writer: ArtifactWriter, hidden: Artifact, algorithm: str, 
                 bar.set(values["done"], f"step {values['step']} loss {values['loss']:.3f} best {values['best']:.2f}")
 
         job = make_job(line, writer.path, config, vocab, hidden, on_step, tokens=recipe.train.validation_tokens, init=settings.init)
-        if warm is not None:
-            line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
-        # After a warm start, too: the hook leaves its weights, but what must be this target's own (an MTP head's copy of the final norm) it fills.
-        begin_as_target(line, job.drafter, settings)
-        job.settings = writer.settings
-        count = sum(p.numel() for p in job.drafter.parameters())
-        line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
-        try:
+        with closing(job.source):
+            if warm is not None:
+                line.screen.say(f"{algorithm}: {begin(job.drafter, warm, vocab, target.head.weight)}")
+            # After a warm start, too: the hook leaves its weights, but what must be this target's own (an MTP head's copy of the final norm) it fills.
+            begin_as_target(line, job.drafter, settings)
+            job.settings = writer.settings
+            count = sum(p.numel() for p in job.drafter.parameters())
+            line.screen.say(f"{algorithm}: {count / 1e6:.1f}M trainable parameters, {len(job.source.keys)} documents, {job.source.per_epoch} batches per epoch")
             result = train(job)
-        finally:
-            job.source.close()
     if target.checksum() != frozen:
         raise TrainingError("the target's weights changed while the drafter was trained", mend="this is a bug of Firesteel: please report it with the recipe")
     line.world.wait()  # for rank 0's last weights

@@ -13,11 +13,12 @@ from firesteel.target.loading import resolve_target
 
 @dataclass(frozen=True)
 class Layout:
-    """A target that is not loaded: where it is (folder or hub name), its layers and positions."""
+    """A target that is not loaded: where it is (folder or hub name), its layers, positions and width."""
 
     path: str
     num_layers: int
     max_positions: int
+    hidden_size: int
 
 
 def read_layout(settings: recipes.Target) -> Layout:
@@ -30,7 +31,7 @@ def read_layout(settings: recipes.Target) -> Layout:
     try:
         whole = transformers.AutoConfig.from_pretrained(path, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
         config = whole.get_text_config()
-        return Layout(path, int(config.num_hidden_layers), int(getattr(config, "max_position_embeddings", 4096)))
+        return Layout(path, int(config.num_hidden_layers), int(getattr(config, "max_position_embeddings", 4096)), int(config.hidden_size))
     except (OSError, ValueError, AttributeError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise TargetError(

@@ -119,7 +119,7 @@ class VllmStates:
         except httpx.TimeoutException:
             raise TargetError(f"the server at {endpoint} gave no answer within {self.timeout:g} s", mend=_LOG) from None
         except (httpx.HTTPError, httpx.InvalidURL) as e:
-            raise TargetError(f"the server at {endpoint} cannot be reached: {e or type(e).__name__}", mend=_START) from None
+            raise TargetError(f"the server at {endpoint} cannot be reached: {str(e) or type(e).__name__}", mend=_START) from None
         if response.status_code >= 500 or response.status_code == 429:
             raise TargetError(f"the server at {endpoint} failed: {response.status_code} {_reason(response)}", mend=_LOG)
         if response.status_code >= 400:

@@ -1,5 +1,5 @@
 """A program in vLLM's place that gives real states: it runs the target by Transformers, with the connector's own bookkeeping and writer. With
-STATES_PAUSE in its environment it takes so many seconds more for a document."""
+STATES_PAUSE in its environment it takes so many seconds more for a document. Tests that share memory with it take `make_server` alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from firesteel.hidden.exchange import open_exchange
+from firesteel.hidden.exchange import Exchange, open_exchange
 from firesteel.hidden.weights import weights_digest
 from firesteel.inside_vllm.plan import Planner
 from firesteel.inside_vllm.writer import Writer
@@ -24,14 +24,12 @@ from firesteel.target.local import capture, stack_layers
 SIZE = 16  # tokens of a block, as in vLLM's cache
 
 
-def main(argv: list[str]) -> None:
-    flags = dict(itertools.pairwise(argv))
-    model = transformers.AutoModelForCausalLM.from_pretrained(flags["--model"], dtype=torch.float32).eval()
-    extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
-    ids = json.loads(flags["--speculative-config"])["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-    layers, weights = model.config.num_hidden_layers, weights_digest(flags["--model"])
-    planner = Planner(ids, layers, int(flags["--max-model-len"]), weights, flags["--model"])
-    writer = Writer(open_exchange(extra), ids, layers, weights, lease=extra["lease"])
+def make_server(folder: str, ids: list[int], longest: int, exchange: Exchange, lease: float, address: tuple[str, int]) -> tuple[ThreadingHTTPServer, Writer]:
+    """A server of the target in a folder, not yet serving, and what it hands states over with."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    layers, weights = model.config.num_hidden_layers, weights_digest(folder)
+    planner = Planner(ids, layers, SIZE, longest, weights, folder)
+    writer = Writer(exchange, ids, layers, weights, lease=lease)
     pause = float(os.environ.get("STATES_PAUSE", "0"))
     lock, count = threading.Lock(), iter(range(10**9))
 
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> None:
             pass
 
         def do_GET(self) -> None:
-            self._say({"data": [{"id": flags["--model"]}]})
+            self._say({"data": [{"id": folder}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -77,7 +75,16 @@ def main(argv: list[str]) -> None:
             self.end_headers()
             self.wfile.write(data)
 
-    ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()
+    return ThreadingHTTPServer(address, Handler), writer
+
+
+def main(argv: list[str]) -> None:
+    flags = dict(itertools.pairwise(argv))
+    extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
+    ids = json.loads(flags["--speculative-config"])["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    address = flags["--host"], int(flags["--port"])
+    server, _ = make_server(flags["--model"], ids, int(flags["--max-model-len"]), open_exchange(extra), extra["lease"], address)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,22 @@ def test_closing_ends_the_thread_with_requests_under_way() -> None:
     assert sum(servers.flying.values()) == 0
 
 
+def test_closing_a_feed_that_never_began_closes_what_it_needs() -> None:
+    closed: list[str] = []
+
+    async def finish() -> None:
+        closed.append("client")
+
+    for begun in (False, True):
+        feed = SampleFeed(Servers().fetch, WORKS, Roster(["a"]), quick(), step_tokens=STEP, check=check, finish=finish)
+        if begun:
+            keys(feed, 0, 1)
+        feed.close()
+        feed.close()
+        assert closed == ["client"]
+        closed.clear()
+
+
 def test_a_mistake_in_the_check_reaches_training() -> None:
     def broken(sample: object) -> None:
         raise ZeroDivisionError("a bug")

@@ -6,17 +6,19 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from firesteel.errors import FiresteelError
 from firesteel.hidden.wire import FIELD, Wanted
-from firesteel.inside_vllm.plan import Planner
+from firesteel.inside_vllm.plan import Planner, find_group
 
 ROOT = Path(__file__).parents[2]
 
 
 def planner() -> Planner:
-    return Planner([1, 2, 4], 4, 64, "digest", "some/model")
+    return Planner([1, 2, 4], 4, 4, 64, "digest", "some/model")
 
 
 def params(**changes: object) -> dict[str, object]:
@@ -90,19 +92,69 @@ def test_another_protocol_and_a_malformed_request_are_refused() -> None:
         assert words in answer[FIELD]["error"]
 
 
+def take(p: Planner, name: str, steps: list[tuple[int, int, bool]], blocks: list[int], length: int = 20) -> str | None:
+    """A request for `length` tokens in these steps, each (computed, scheduled, another client's text reaches the longest length); the error of its save."""
+    p.start(name, list(range(length)), params())
+    saves = []
+    for computed, count, long in steps:
+        others = {"long": 63 if long else 20}
+        saves += p.step({name: computed, **others}, {name: count, "long": 1}, lambda r: blocks if r == name else [*range(90, 106)])
+    (save,) = saves
+    assert p.finish(name) is not None
+    assert save.blocks == ([] if save.error else blocks)
+    return save.error
+
+
 def test_a_step_in_which_vllm_writes_no_states_spoils_its_requests() -> None:
     p = planner()
-    p.start("r", list(range(20)), params())
     # Another client's text reaches the longest length while ours is half read.
-    assert p.step({"r": 0, "long": 63}, {"r": 10, "long": 1}, no_blocks) == []
-    (save,) = p.step({"r": 10}, {"r": 10}, no_blocks)
-    assert save.error is not None
-    assert "captured no states" in save.error
-    p.start("again", list(range(20)), params())
-    p.step({"again": 0, "long": 63}, {"again": 10, "long": 1}, no_blocks)
-    p.step({"again": 0}, {"again": 10}, no_blocks)  # preempted, and begun anew
-    (save,) = p.step({"again": 10}, {"again": 10}, lambda r: [1])
-    assert save.error is None
+    error = take(p, "r", [(0, 10, True), (10, 10, False)], [1, 2, 3, 4, 5])
+    assert error is not None
+    assert "captured no states" in error
+    assert "longest length of 64" in error
+    # Preempted, and begun anew in the same blocks.
+    assert take(p, "again", [(0, 10, True), (0, 10, False), (10, 10, False)], [1, 2, 3, 4, 5]) is None
+    assert take(p, "decoding", [(0, 20, False)], [1, 2, 3, 4, 5]) is None
+
+
+def test_blocks_of_such_a_step_spoil_whoever_finds_them_in_the_prefix_cache_until_they_are_written_anew() -> None:
+    p = planner()
+    assert take(p, "first", [(0, 10, True), (10, 10, False)], [1, 2, 3, 4, 5]) is not None
+    # A retry, and another prompt that begins alike, are given blocks 1 and 2 as computed.
+    retry = take(p, "retry", [(8, 12, False)], [1, 2, 6, 7, 8])
+    assert retry is not None
+    assert "--no-enable-prefix-caching" in retry
+    assert take(p, "alike", [(4, 6, False)], [1, 9, 10], length=10) is not None
+    # Block 3 was half written in that step: its second half, written by the next one, does not mend the first.
+    assert take(p, "longer", [(12, 8, False)], [11, 12, 3, 13, 14]) is not None
+    assert take(p, "other", [(0, 20, False)], [6, 7, 8, 9, 10]) is None, "good blocks stay good"
+    # Block 2 is given to somebody who writes it from its beginning, then 1 and 3.
+    assert take(p, "new", [(0, 8, False)], [15, 2], length=8) is None
+    assert take(p, "retry", [(8, 12, False)], [1, 2, 6, 7, 8]) is not None, "block 1 is as it was"
+    assert take(p, "newer", [(0, 8, False)], [1, 3], length=8) is None
+    assert take(p, "retry", [(8, 12, False)], [1, 2, 3, 7, 8]) is None
+
+
+def test_blocks_of_other_clients_count_too() -> None:
+    """Whoever's text it was: what a step that wrote no states computed may be the prefix of a prompt whose states are wanted."""
+    p = planner()
+    p.step({"plain": 0, "long": 60}, {"plain": 8, "long": 4}, lambda r: [1, 2] if r == "plain" else [*range(90, 106)])
+    assert take(p, "r", [(8, 12, False)], [1, 2, 3, 4, 5]) is not None
+    assert take(p, "q", [(4, 16, False)], [105, 6, 7, 8, 9]) is not None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_group_that_keeps_states_is_found_among_several(place: int) -> None:
+    """A hybrid target: groups of attention and of Mamba layers, with block sizes of their own."""
+    groups = [
+        SimpleNamespace(layer_names=["model.layers.3.self_attn", "model.layers.7.self_attn"], kv_cache_spec=SimpleNamespace(block_size=528)),
+        SimpleNamespace(layer_names=["model.layers.0.linear_attn"], kv_cache_spec=SimpleNamespace(block_size=2096)),
+    ]
+    groups.insert(place, SimpleNamespace(layer_names=["draft.cache_only_layers.4"], kv_cache_spec=SimpleNamespace(block_size=16)))
+    assert find_group(SimpleNamespace(kv_cache_groups=groups)) == (place, 16)
+    del groups[place]
+    with pytest.raises(FiresteelError, match=r"none of vLLM's cache groups keeps hidden states: .*layers\.0\.linear_attn"):
+        find_group(SimpleNamespace(kv_cache_groups=groups))
 
 
 def test_nothing_of_training_is_imported_inside_vllm() -> None:

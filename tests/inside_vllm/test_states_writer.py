@@ -11,7 +11,7 @@ import torch
 
 from firesteel.errors import HiddenStateError, ResourceError
 from firesteel.hidden.codec import decode_states
-from firesteel.hidden.exchange import FolderExchange, Leases, Marker
+from firesteel.hidden.exchange import FolderExchange, Marker
 from firesteel.hidden.wire import Wanted, unpack
 from firesteel.inside_vllm import writer as writers
 from firesteel.inside_vllm.plan import Save
@@ -55,7 +55,7 @@ def test_a_sample_travels_with_its_tokens_and_only_the_last_states_that_are_want
     writer = make(FolderExchange(tmp_path))
     writer.submit(save(codec=codec), cache)
     cache.fill_(0)  # its blocks are used again
-    writer.close()
+    writer.finish()
     exchange = FolderExchange(tmp_path)
     marker = exchange.look("h")
     assert marker is not None
@@ -82,7 +82,7 @@ def test_overflow_short_blocks_and_a_plan_that_failed_leave_a_marker_that_says_s
     writer.submit(Save(save().wanted, [], [], "no states in that step"), cache)
     cache[2, 1, 1] = 3.4e38
     writer.submit(save("big", codec="bf16"), cache)
-    writer.close()
+    writer.finish()
     for handle, words, again in (
         ("inf", "not finite", False),
         ("big", "exceed the range of bf16", False),
@@ -120,11 +120,95 @@ def test_a_full_or_broken_store_is_said_even_if_the_marker_needs_a_second_try(tm
     _, cache = paged(10, [5, 2, 9])
     writer = make(Broken(tmp_path, error))
     writer.submit(save(), cache)
-    writer.close()
+    writer.finish()
     marker = FolderExchange(tmp_path).look("h")
     assert marker is not None
     assert str(error) in str(marker.error)
     assert marker.again
+
+
+def marker_of(folder: Path, handle: str = "h") -> Marker:
+    found = FolderExchange(folder).look(handle)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("where", ["gather", "_to_host"])
+def test_what_breaks_before_anything_is_handed_over_is_said_and_never_reaches_the_engine(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cache = paged(10, [5, 2, 9])
+    writer = make(FolderExchange(tmp_path), pending=1000)  # one sample has 832 bytes: what failed must not count as waiting
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("no pinned memory is left")
+
+    with monkeypatch.context() as m:
+        m.setattr(writers if where == "gather" else Writer, where, broken)
+        for handle in ("a", "b"):
+            writer.submit(save(handle), cache)
+    writer.submit(save("c"), cache)
+    writer.submit(save("d", last=((5, 99),)), cache)
+    writer.finish()
+    for handle in ("a", "b"):
+        assert marker_of(tmp_path, handle) == Marker(error="RuntimeError: no pinned memory is left", again=True)
+    assert marker_of(tmp_path, "c").error is None
+    assert "last states are wanted at" in str(marker_of(tmp_path, "d").error)
+    assert not marker_of(tmp_path, "d").again
+    writer.submit(save("late"), cache)  # after the end: nothing to be done, and still no exception
+
+
+def test_a_sample_is_good_although_an_old_one_cannot_be_deleted(tmp_path: Path) -> None:
+    class Stuck(FolderExchange):
+        def remove(self, handle: str) -> None:
+            raise PermissionError(f"{handle} is read-only")
+
+    _, cache = paged(10, [5, 2, 9])
+    writer = make(Stuck(tmp_path), lease=0.0)
+    for handle in ("old", "new"):
+        writer.submit(save(handle), cache)
+    writer.finish()
+    assert [marker_of(tmp_path, h).error for h in ("old", "new")] == [None, None]
+    writer.close()
+
+
+@pytest.mark.parametrize("refusals", [2, 99])
+def test_a_marker_is_tried_again_whatever_went_wrong_with_it(
+    tmp_path: Path, refusals: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writers, "_PAUSES", (0.01, 0.01, 0.01))
+
+    class Odd(Broken):
+        def fail(self, handle: str, error: str, *, again: bool) -> None:
+            self.refusals -= 1
+            if self.refusals >= 0:
+                raise OSError("stale file handle")
+            FolderExchange.fail(self, handle, error, again=again)
+
+    exchange = Odd(tmp_path, RuntimeError("x"))
+    exchange.refusals = refusals
+    _, cache = paged(10, [5, 2, 9])
+    writer = make(exchange)
+    writer.submit(save(), cache)
+    writer.finish()
+    if refusals == 2:
+        assert marker_of(tmp_path) == Marker(error="RuntimeError: x", again=True)
+    else:
+        assert exchange.refusals == 99 - 4, "tries are bounded"
+        assert "cannot be said for good: stale file handle" in caplog.text
+
+
+def test_the_end_of_a_server_deletes_what_nobody_fetches_and_waits_a_moment_for_those_who_do(tmp_path: Path) -> None:
+    _, cache = paged(10, [5, 2, 9])
+    writer, exchange = make(FolderExchange(tmp_path)), FolderExchange(tmp_path)
+    for handle in ("fetched", "forgotten"):
+        writer.submit(save(handle), cache)
+    ending = threading.Thread(target=writer.close)
+    ending.start()
+    time.sleep(0.2)
+    assert unpack(exchange.get("fetched"), "fetched"), "its client was told of it just before the end"
+    exchange.remove("fetched")
+    ending.join(20)
+    assert not ending.is_alive()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_forward_pass_waits_when_too_much_is_waiting_to_be_sent(tmp_path: Path) -> None:
@@ -145,28 +229,15 @@ def test_the_forward_pass_waits_when_too_much_is_waiting_to_be_sent(tmp_path: Pa
     gate.set()
     thread.join(10)
     assert not thread.is_alive()
-    writer.close()
+    writer.finish()
     assert FolderExchange(tmp_path).look("b") == Marker(size=(tmp_path / "b.states").stat().st_size)
-
-
-def test_what_nobody_fetched_is_deleted_after_the_lease(tmp_path: Path) -> None:
-    exchange = FolderExchange(tmp_path)
-    leases = Leases(exchange, 0.05)
-    for handle in ("a", "b"):
-        exchange.put(handle, b"x")
-        leases.add(handle)
-    exchange.remove("b")  # fetched
-    time.sleep(0.06)
-    exchange.put("c", b"x")
-    leases.add("c")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.json", "c.states"]
 
 
 def test_a_damaged_sample_is_refused_by_name(tmp_path: Path) -> None:
     _, cache = paged(10, [5, 2, 9])
     writer, exchange = make(FolderExchange(tmp_path)), FolderExchange(tmp_path)
     writer.submit(save("h", codec="fp8"), cache)
-    writer.close()
+    writer.finish()
     whole = exchange.get("h")
     for at in range(0, len(whole), 7):
         damaged = bytearray(whole)

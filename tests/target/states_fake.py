@@ -23,7 +23,7 @@ class FakeServer:
     """Serves until left. `faults` are taken one a completion, from the front; see `_complete` for their names."""
 
     def __init__(self, exchange: Exchange, *, weights: str | None = "digest", num_layers: int = 4, faults: list[str] | None = None) -> None:
-        self.planner = Planner(IDS, num_layers, 512, weights, "fake/model")
+        self.planner = Planner(IDS, num_layers, SIZE, 512, weights, "fake/model")
         self.writer = Writer(exchange, IDS, 4, weights, lease=60)
         self.exchange, self.faults, self.requests = exchange, list(faults or []), 0
         self._lock = threading.Lock()

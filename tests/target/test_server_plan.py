@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import transformers
 import yaml
+from click.testing import Result
 from typer.testing import CliRunner
 
 from firesteel.cli.app import app
 from firesteel.errors import RecipeError, ResourceError, TargetError
 from firesteel.recipe import recipe_from_dict
+from firesteel.stages.underway import check_room, largest_sample
 from firesteel.target.server import Server, ServerPlan, exchange_config, plan_server
 
 HEALTHY = (
@@ -206,6 +208,44 @@ def test_the_verb_prints_its_command_without_loading_the_target(tmp_path: Path) 
     done = CliRunner().invoke(app, ["extract-server", str(recipe_file(tmp_path)), "--dry-run"])
     assert done.exit_code == 0, done.exception
     assert '"eagle_aux_hidden_state_layer_ids": [2, 3, 4, 6]' in done.stdout
+
+
+def test_the_verb_says_first_what_samples_take_and_refuses_a_store_that_cannot_hold_them(tmp_path: Path) -> None:
+    # Three layers and the last, 8 wide: per token 64 bytes in bf16, an id, a mask byte, a position and a normaliser.
+    one = 1024 * (4 * 8 * 2 + 8 + 1 + 8 + 4) + 1024
+    file = str(recipe_file(tmp_path))
+    done = CliRunner().invoke(app, ["extract-server", file, "--dry-run"])
+    assert done.exit_code == 0, done.exception
+    assert f"states of a document of 1024 tokens take up to {one / 2**20:.1f} MiB on their way (bf16), 0.1 MiB in vLLM's cache" in done.stderr
+    assert f"the 8 that a trainer process has under way at a time, {8 * one / 2**20:.1f} MiB of the exchange's folder" in done.stderr
+
+    def mooncake(segment: float, buffer: float, *more: str) -> Result:
+        sizes = [f"hidden.mooncake.segment_gb={segment / 2**30}", f"hidden.mooncake.buffer_gb={buffer / 2**30}"]
+        return CliRunner().invoke(app, ["extract-server", file, "--dry-run", "hidden.transport=mooncake", *sizes, *more])
+
+    assert "of hidden.mooncake.segment_gb=" in mooncake(8 * one, one).stderr
+    for segment, buffer, words, mend in (
+        (8 * one - 1, one, "8 at a time (hidden.feed.concurrency) 0.00066: hidden.mooncake.segment_gb=", "hidden.feed.concurrency=7"),
+        (8 * one, one - 1, "does not hold it", "set hidden.mooncake.buffer_gb=9e-05 at both ends"),
+    ):
+        refused = mooncake(segment, buffer)
+        assert isinstance(refused.exception, RecipeError)
+        assert "a document of 1024 tokens (hidden.max_length) has 8.2e-05 GiB of states" in refused.exception.message
+        assert words in refused.exception.message
+        assert mend in str(refused.exception.mend)
+    assert mooncake(8 * one - 1, one, "hidden.feed.concurrency=7").exit_code == 0, "what is advised does it"
+
+
+def test_a_store_for_hundreds_of_gigabytes_is_refused_before_it_is_asked_for(tmp_path: Path) -> None:
+    hidden = recipe_from_dict({"train": {"max_steps": 1}, "hidden": {"transport": "mooncake", "max_length": 131072, "mooncake": {"buffer_gb": 4}}}).hidden
+    with pytest.raises(RecipeError, match=r"131072 tokens .hidden.max_length. has 10\.50 GiB of states, hidden.mooncake.buffer_gb=4 does not hold it"):
+        check_room(hidden, 5, 7168)
+    hidden.mooncake.buffer_gb = 12
+    with pytest.raises(RecipeError, match=r"8 at a time .hidden.feed.concurrency. 84\.02: hidden.mooncake.segment_gb=4") as e:
+        check_room(hidden, 5, 7168)
+    assert e.value.mend == "set hidden.mooncake.segment_gb=92.42"
+    hidden.mooncake.segment_gb = 92.42
+    assert check_room(hidden, 5, 7168) == 8 * largest_sample(hidden, 5, 7168)
 
 
 def test_the_verb_ends_its_server_when_it_is_told_to(tmp_path: Path) -> None:

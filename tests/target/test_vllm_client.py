@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from states_fake import IDS, TABLE, FakeServer
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "hidden"))
+from mooncake_fake import install
+
 from firesteel.endpoints.pool import Pool
 from firesteel.endpoints.roster import Roster
 from firesteel.errors import FiresteelError, HiddenStateError, RecipeError, ResourceError, TargetError
-from firesteel.hidden.exchange import FolderExchange
+from firesteel.hidden.exchange import FolderExchange, MooncakeExchange
 from firesteel.hidden.mooncake import MooncakeSettings, check_master
 from firesteel.hidden.sample import HiddenSample
 from firesteel.inside_vllm import writer as writers
@@ -100,6 +106,17 @@ def test_nobody_listens(tmp_path: Path) -> None:
         fetch(client(tmp_path), "http://127.0.0.1:9")
 
 
+def test_a_connection_that_breaks_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = client(tmp_path)
+
+    async def broken(*args: object, **kwargs: object) -> None:
+        raise httpx.ReadError("")
+
+    monkeypatch.setattr(states._http, "request", broken)
+    with pytest.raises(TargetError, match=r"at http://host:1 cannot be reached: ReadError"):
+        fetch(states, "http://host:1")
+
+
 def test_a_full_exchange_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "_PATIENCE", 0.1)
 
@@ -120,6 +137,22 @@ def test_an_unreachable_mooncake_master_is_found_at_once() -> None:
     with pytest.raises(ResourceError, match="not HOST:PORT"):
         check_master("nowhere")
     assert MooncakeSettings("a:1").segment == 0
+
+
+def test_a_mooncake_address_that_the_other_machine_does_not_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master tells of a marker that cannot be fetched: no reason to wait for it until the timeout."""
+    fake = install(monkeypatch)
+    ours = MooncakeExchange(MooncakeSettings("master:1"))
+    settings: dict[str, Any] = {"layer_ids": (1, 2), "num_layers": 4, "target": "fingerprint", "weights": "digest", "codec": "fp32", "timeout": 60.0}
+    with FakeServer(MooncakeExchange(MooncakeSettings("master:1", segment=1 << 20))) as server:
+        assert len(run(VllmStates(ours, **settings), lambda s: s.fetch(server.url, TOKENS, MASK, "doc"))) == 10
+        fake.cut = True
+        started = time.monotonic()
+        with pytest.raises(ResourceError, match=r"knows doc-.*/marker, but the machine that holds it") as e:
+            run(VllmStates(ours, **settings), lambda s: s.fetch(server.url, TOKENS, MASK, "doc"))
+    assert "hidden.mooncake.address" in str(e.value.mend)
+    assert time.monotonic() - started < 20
+    ours.close()
 
 
 def test_retries_are_bounded_and_the_last_error_is_shown(tmp_path: Path) -> None:

@@ -316,6 +316,48 @@ class TestBlockPool:
             pool.release(held)
         assert pool.available == 8
 
+    def test_what_the_drafter_has_not_observed_is_for_requests_without_it(self) -> None:
+        pool = BlockPool(8, 2)
+        text, deaf, whole = [1, 2, 3, 4, 5, 6, 7], [], []
+        pool.grow(deaf, 7)
+        pool.publish(text, deaf, 6, 0, heard=3)
+        assert pool.share_prefix(text) == deaf[:1], "the second block is observed by half"
+        without = pool.share_prefix(text, deaf=True)
+        assert without == deaf[:3]
+        assert pool.heard(without) == 1
+        for held in (without, [deaf[0]]):
+            pool.release(held)
+        # Another request reads it again and has it observed: its blocks stand in for the others.
+        pool.grow(whole, 7)
+        pool.publish(text, whole, 6, 0, heard=6)
+        again = pool.share_prefix(text)
+        assert again == [deaf[0], *whole[1:3]]
+        assert pool.heard(again) == 3
+        for held in (again, whole, deaf):
+            pool.release(held)
+        assert pool.available == 8
+
+    def test_a_late_observation_opens_what_was_published_without_it(self) -> None:
+        pool = BlockPool(8, 2)
+        text, held = [1, 2, 3, 4, 5], []
+        pool.grow(held, 5)
+        pool.publish(text, held, 4, 0, heard=0)
+        assert pool.share_prefix(text) == []
+        pool.publish(text, held, 4, 0, heard=4)
+        assert pool.share_prefix(text) == held[:2]
+
+    def test_an_idle_block_that_is_replaced_is_free(self) -> None:
+        pool = BlockPool(3, 2)
+        text, deaf, whole = [1, 2, 3], [], []
+        pool.grow(deaf, 2)
+        pool.publish(text, deaf, 2, 0, heard=0)
+        pool.release(deaf)
+        pool.grow(whole, 2)
+        pool.publish(text, whole, 2, 0, heard=2)
+        rest: list[int] = []
+        assert pool.grow(rest, 4)
+        assert pool.share_prefix(text) == whole
+
     def test_nothing_leaks_under_random_use(self) -> None:
         generator = torch.Generator().manual_seed(0)
         pool = BlockPool(12, 2)
@@ -324,10 +366,11 @@ class TestBlockPool:
             move = int(torch.randint(3, (1,), generator=generator))
             if move == 0:
                 text = torch.randint(2, (int(torch.randint(2, 12, (1,), generator=generator)),), generator=generator).tolist()
-                held = pool.share_prefix(text)
-                start = len(held)
+                without = bool(torch.randint(2, (1,), generator=generator))
+                held = pool.share_prefix(text, deaf=without)
+                start, heard = len(held), 2 * pool.heard(held) if without else len(text)
                 if pool.grow(held, len(text)):
-                    texts_.append((text, held, pool.publish(text, held, len(text), start)))
+                    texts_.append((text, held, pool.publish(text, held, len(text), start, heard)))
                 else:
                     pool.release(held)
             elif texts_ and move == 1:

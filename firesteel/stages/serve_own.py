@@ -139,4 +139,13 @@ def _refuse_vllms_settings(line: Line, dry_run: bool) -> None:
 def _describe(line: Line, engine: Engine) -> str:
     size = f"up to {engine.max_requests} answers at a time, {engine.pool.blocks * engine.pool.size} positions in the cache, {engine.max_length} an answer"
     drafts = "no drafter" if engine.drafter is None else f"{engine.draft_tokens} drafts a round at most ({line.recipe.serve.policy})"
-    return f"{line.target.spec.name}, {drafts}, {size}"
+    return f"{line.target.spec.name}, {drafts}, {size}, {_reuse(engine)}"
+
+
+def _reuse(engine: Engine) -> str:
+    """What becomes of beginnings that were read before."""
+    if not engine.target.shares_prefix:
+        return "every prompt is read whole (this target runs sequence by sequence)"
+    if engine.drafter is not None and not engine.drafter.shares_prefix:
+        return "prompts are read whole but for requests without the drafter, which runs sequence by sequence"
+    return "beginnings that were read before are not read again"

@@ -330,7 +330,7 @@ class Engine:
         staying = [p.run for p in parts if not p.run.gone]
         self._hear(staying)
         for run in staying:
-            run.published = self.pool.publish(run.tokens, run.blocks, run.length, run.published, None if self.drafter is None else run.seen)
+            run.published = self.pool.publish(run.tokens, run.blocks, run.length, run.published, self._heard(run))
         return accepted
 
     def _hear(self, runs: Sequence[_Run]) -> None:
@@ -346,6 +346,12 @@ class Engine:
             held -= run.length - run.seen
             run.held.clear()
             run.deaf = True
+
+    def _heard(self, run: _Run) -> int | None:
+        """Positions of which the drafter's share of the blocks is there for others, too; None: all."""
+        if self.drafter is None:
+            return None
+        return run.seen if self.drafter.shares_prefix else 0
 
     def _count(self, run: _Run, accepted: int, piece: Piece) -> None:
         counters = self.counters

@@ -17,6 +17,7 @@ from firesteel.errors import ArtifactError, CheckpointError, RecipeError
 from firesteel.package.export import CONTRACT
 from firesteel.package.load import describe
 from firesteel.prompts.template import decode_ids, encode_prompt
+from firesteel.prompts.token_bytes import token_bytes
 from firesteel.serving.server import Server
 from firesteel.serving.service import Served, Service
 from firesteel.serving.smoke import smoke_check
@@ -82,6 +83,7 @@ def served_model(line: Line) -> Served:
         encode_chat=encode_chat,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         token_text=lambda token: decode_ids(tokenizer, [token]),
+        token_bytes=token_bytes(tokenizer),
         eos_ids=frozenset(target.spec.eos_ids),
         vocab_size=target.spec.vocab_size,
         created=int(time.time()),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from firesteel.decoding.outcomes import add_rounds, rates, stacked, trust
-from firesteel.decoding.policies import Drafted, Request
+from firesteel.decoding.policies import Drafted, Hearing, Request
 from firesteel.decoding.scheduler import admit_early_stop, admit_top, best_capacity, worth_drafting
 from firesteel.errors import RecipeError
 
@@ -23,6 +23,10 @@ Ints = NDArray[np.int64]
 
 # The scheduler's account holds, in steps whose drafts all fall, this much at first and this much at most.
 _BEGIN, _MOST = 5.0, 40.0
+# The account of drafting and observing prompts together, in steps of one token: at first, and at most.
+_BEGIN_HEARING, _MOST_HEARING = 1.0, 10.0
+# Share of the time of steps that read prompts which may go into observing them, whatever drafting brings.
+_HEARING = 0.015
 # Steps for which a decision to draft for nobody stands.
 _PAUSE = 3
 # Drafts beyond those that are expected to pay.
@@ -53,6 +57,10 @@ class Scheduler:
     So, whatever drafts and confidences do, the engine loses little more than a share `probe` of its time on them and as much again on
     trials. Where the engine tells no seconds, the profile's stand for them.
 
+    The drafter's observation of prompts costs time, too, whether anything is drafted behind them or not. A second account sets it, and what
+    drafting lost, against what drafting gained (and half a `probe`, and 1.5% of the time in which prompts are read); where that is overdrawn, no
+    further prompt is observed and so nothing drafted behind it. While nothing is drafted at all, prompts are observed only when drafting begins behind them.
+
     Args:
         costs: what steps cost on this machine.
         prior: probabilities that draft j stands given that those before it do, j = 1, 2, ... (the last holds for all further ones);
@@ -72,10 +80,22 @@ class Scheduler:
         self._all: Floats | None = None  # tallies of all requests together: what a new one is expected to do
         self._account: float | None = None  # seconds; None until there is something to pay for
         self._put_by = 0.0  # seconds that may be spent on trials
+        self._token = float(costs.seconds(1))
+        self._gained = _BEGIN_HEARING * self._token  # seconds, by drafting, less those for observing prompts
+        self._idle = False  # the last time it was asked, nothing was worth drafting
         self._rest = self._resting = 0  # steps for which nothing is asked, with this many requests
         # Measured seconds of steps without and with drafts, as multiples of the profile's: where memory is slow for a while, for one, many tokens
         # cost hardly more than one.
         self._pace = self._pace_drafting = 1.0
+
+    @property
+    def hearing(self) -> Hearing:
+        if self._gained < 0:
+            return "not"
+        return "when drafted for" if self._idle else "at once"
+
+    def charge(self, seconds: float, reading: float) -> None:
+        self._gained = min(self._gained + _HEARING * reading - seconds, _MOST_HEARING * self._token)
 
     def plan(self, requests: Sequence[Request]) -> list[int]:
         for r in requests:
@@ -85,14 +105,18 @@ class Scheduler:
             return [0] * len(requests)
         self._rest = 0
         rooms = np.array([r.room for r in requests], dtype=np.int64)
-        if not rooms.any() or not self._could_pay(rooms):
+        if not rooms.any():
+            return self._pause(len(requests))
+        self._idle = not self._could_pay(rooms)
+        if self._idle:
             return self._pause(len(requests))
         expected = self._expected(requests, rooms)
         lengths = np.array(self._worth(expected))
         if not self._can_pay(lengths):
             lengths[:] = 0
         self._mark_trials(requests, lengths)
-        if not lengths.any() and not any(r.probing for r in requests):
+        self._idle = not lengths.any()
+        if self._idle and not any(r.probing for r in requests):
             return self._pause(len(requests))
         # Somewhat more than is expected to pay is drafted, and `admit` chooses with confidences.
         return [r.room if r.probing else min(r.room, n + _AHEAD) if n else 0 for r, n in zip(requests, lengths.tolist(), strict=True)]
@@ -122,8 +146,10 @@ class Scheduler:
         took = took if seconds is None else seconds
         if trials:
             self._put_by -= took - untried
-        if drafting and self._account is not None:
-            self._account += plain * (here + sum(accepted)) / here - took
+        gain = plain * (here + sum(accepted)) / here - took if drafting else 0.0
+        if self._account is not None:
+            self._account += gain
+        self._gained = min(self._gained + gain + 0.5 * self.probe * plain, _MOST_HEARING * self._token)
         drafted = [i for i, d in enumerate(drafts) if d.count]
         if drafted:
             width = max(d.count for d in drafts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from firesteel.decoding.verify import verified_length
 from firesteel.errors import RecipeError
 
 Floats = NDArray[np.float64]
+
+
+# When the drafter observes a prompt.
+Hearing = Literal["at once", "when drafted for", "not"]
 
 
 @dataclass
@@ -51,6 +55,15 @@ class Drafted:
 class LengthPolicy(Protocol):
     """Asked three times a step, about all requests of it at once and in the same order."""
 
+    @property
+    def hearing(self) -> Hearing:
+        """When the drafter is to observe a prompt: `not` while that has cost more than drafting brings, so that nothing is drafted behind it either."""
+        ...
+
+    def charge(self, seconds: float, reading: float) -> None:
+        """What the observation of prompts took in a step, which is no part of the seconds that `learn` is told; and the step, where it read prompts."""
+        ...
+
     def plan(self, requests: Sequence[Request]) -> list[int]:
         """Tokens to draft for each, at most its `room`; 0: its step goes without the drafter."""
         ...
@@ -69,6 +82,13 @@ class FixedLength:
     """Draft and verify the same number of tokens in every round, as far as there is room."""
 
     tokens: int
+
+    @property
+    def hearing(self) -> Hearing:
+        return "at once"
+
+    def charge(self, seconds: float, reading: float) -> None:
+        pass
 
     def plan(self, requests: Sequence[Request]) -> list[int]:
         return [min(self.tokens, r.room) for r in requests]
@@ -89,6 +109,13 @@ class StaticThreshold:
     """
 
     threshold: float
+
+    @property
+    def hearing(self) -> Hearing:
+        return "at once"
+
+    def charge(self, seconds: float, reading: float) -> None:
+        pass
 
     def plan(self, requests: Sequence[Request]) -> list[int]:
         return [r.room for r in requests]

@@ -98,7 +98,7 @@ class ProfileKey:
         machine: processor or accelerator, with what is used of it (cores, threads).
         model: fingerprint of the target, and precision.
         engine: name of the engine.
-        shape: what else the times depend on: the context's length, the requests of a step, the drafter and its draft length.
+        shape: what else the times depend on: the context's length, the requests of a step, the drafter and its draft length, the threads and kernels of a step.
     """
 
     machine: str
@@ -143,10 +143,11 @@ class Profile:
         )
 
 
-def measure_curve(step: Callable[[int], object], sizes: Sequence[int], *, repeats: int) -> Curve:
+def measure_curve(step: Callable[[int], object], sizes: Sequence[int], *, repeats: int, before: Callable[[int], object] | None = None) -> Curve:
     """Time `step(size)` for each size, `repeats` times in turn, so that a slow moment of the machine meets all alike; medians.
 
-    The first turn warms kernels and caches up and is not counted. `step` must return only when the work is done.
+    The first turn warms kernels and caches up and is not counted. `step` must return only when the work is done. `before(size)` is run before
+    each and is not timed.
 
     Raises:
         RecipeError: no sizes or repeats, or a size below 1.
@@ -157,6 +158,8 @@ def measure_curve(step: Callable[[int], object], sizes: Sequence[int], *, repeat
     times: dict[int, list[float]] = {n: [] for n in wanted}
     for turn in range(repeats + 1):
         for n in wanted:
+            if before is not None:
+                before(n)
             begin = time.perf_counter()
             step(n)
             if turn:

@@ -20,6 +20,11 @@ from firesteel.kernels.paged_native import BLOCK
 from firesteel.kernels.spans import Span
 
 
+def is_compiled() -> bool:
+    """Whether steps on this machine take the compiled passes, as far as their shapes allow it."""
+    return native.library() is not None
+
+
 def blocks_for(positions: int) -> int:
     """Blocks that hold this many positions."""
     return -(-positions // BLOCK)

@@ -252,7 +252,7 @@ def _check_model(service: Service, name: str | None) -> None:
 
 def _shape(service: Service, asked: Request) -> Shape:
     if isinstance(asked, ChatRequest):
-        return ChatShape(service.served.token_text, bool(asked.logprobs), asked.firesteel)
+        return ChatShape(service.served.token_text, service.served.token_bytes, bool(asked.logprobs), asked.firesteel)
     assert isinstance(asked, CompletionRequest)
     return CompletionShape(service.served.token_text, asked.logprobs is not None, asked.firesteel)
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from firesteel.decoding.logprobs import TokenLogprob
 from firesteel.serving.answer import Delta, Shown
 
-_INCOMPLETE = "\ufffd"
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 @dataclass
@@ -91,6 +91,7 @@ class CompletionShape:
 @dataclass
 class ChatShape:
     token_text: TokenText
+    token_bytes: TokenBytes
     logprobs: bool
     records: bool
     prefix: str = "chatcmpl"
@@ -113,9 +114,8 @@ class ChatShape:
         return {**self._entry(found.token, found.logprob), "top_logprobs": [self._entry(i, p) for i, p in found.top]}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        # A part of a character has no text; its bytes are not known here.
-        return {"token": text, "logprob": logprob, "bytes": None if _INCOMPLETE in text else list(text.encode())}
+        # A part of a character has no text; clients put the bytes of such tokens together.
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": list(self.token_bytes(token))}
 
 
 def usage(prompt_tokens: int, tallies: Sequence[Tally]) -> dict[str, Any]:

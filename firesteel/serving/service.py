@@ -29,6 +29,7 @@ class Served:
         encode_chat: turns (`role`, `content` ...), tools and options of the template -> token ids of the prompt.
         decode: token ids -> text without special tokens.
         token_text: one token's text, special tokens shown.
+        token_bytes: its bytes, which need be no text: a token may be a part of a character.
         eos_ids: tokens that end an answer.
         vocab_size: token ids are below this.
         created: seconds since 1970.
@@ -39,6 +40,7 @@ class Served:
     encode_chat: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]], list[int]]
     decode: Callable[[list[int]], str]
     token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
     eos_ids: frozenset[int]
     vocab_size: int
     created: int

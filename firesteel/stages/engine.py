@@ -20,7 +20,7 @@ from firesteel.stages.runtime import Parts, package_parts
 from firesteel.stages.schedule import batch_scheduler
 from firesteel.target.lean import UNFIT, lean_refusal
 from firesteel.target.paged import PagedTarget, block_bytes
-from firesteel.target.session import TargetSession
+from firesteel.target.session import RECURRENT, TargetSession
 
 _GIB = 2**30
 _FLOAT = 4
@@ -51,7 +51,7 @@ def open_engine(line: Line, package: Path | None, *, spare: int = 0) -> Engine:
     length = min(length, blocks * BLOCK)
     target = _target(line, parts, length, blocks, spare)
     drafter = None if parts is None else _drafter(parts, target, length, blocks)
-    pool = BlockPool(blocks, BLOCK, share=target.shares_prefix and (drafter is None or drafter.shares_prefix))
+    pool = BlockPool(blocks, BLOCK, share=target.shares_prefix)
     tokens = 0 if parts is None else _draft_tokens(line, parts)
     engine = Engine(
         target,
@@ -76,6 +76,8 @@ def _target(line: Line, parts: Parts | None, length: int, blocks: int, spare: in
     except UNFIT as e:
         line.screen.say(f"serve: requests take turns, a batch gains nothing ({e.message if isinstance(e, FiresteelError) else e})")
         first = TargetSession(model, layer_ids or line.layer_ids, max_length=length)
+        if first.engine_name == RECURRENT and parts is not None:
+            line.screen.say("serve: recurrent states are copied before every step; where drafts fall they are put back and accepted tokens read again")
         return SessionTarget(first.fork)
 
 

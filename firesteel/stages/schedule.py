@@ -15,9 +15,11 @@ from firesteel.decoding.batched.engine import Engine
 from firesteel.decoding.profile import Profile, ProfileKey, measure_profile, stored_profile
 from firesteel.drafters.config import DraftConfig
 from firesteel.evaluation.machine import machine_facts
+from firesteel.kernels.paged import is_compiled
 from firesteel.package.contract import Contract
 from firesteel.stages.line import Line
 from firesteel.stages.runtime import Parts, Runtime
+from firesteel.target.paged import PagedTarget
 
 _REPEATS = 7
 # Acceptance assumed of a drafter whose checkpoint promises nothing; the first rounds correct it.
@@ -41,18 +43,23 @@ def step_profile(line: Line, runtime: Runtime, prompt_ids: Sequence[int]) -> Pro
     context = 1 << (len(prompt_ids) - 1).bit_length()
     shape = f"1 request, up to {context} tokens of context, {_drafter_text(runtime.config)}"
     measure = partial(measure_profile, runtime.target, runtime.session, prompt_ids, draft_tokens=runtime.num_drafts, repeats=_REPEATS)
-    return _stored(line, runtime.target.engine_name, shape, measure)
+    return _stored(line, runtime.target.engine_name, shape, measure, torch.get_num_threads())
 
 
 def batch_profile(line: Line, engine: Engine, parts: Parts) -> Profile:
     """The profile of the batched engine's steps on this machine; kept in `target.cache_dir`."""
     requests, tokens = engine.max_requests, engine.draft_tokens
+    target, threads = engine.target, torch.get_num_threads()
     shape = f"{requests} requests, {CONTEXT} tokens of context, drafts of {tokens}, {_drafter_text(parts.config)}"
+    if isinstance(target, PagedTarget):
+        # How many threads there are at the moment depends on the size of its last step.
+        threads = target.threads
+        shape += f", {'compiled' if is_compiled() else 'plain'} attention, a thread left over in steps of up to {target.spare} tokens"
     name = f"batched {type(engine.target).__name__} {type(engine.drafter).__name__}"
     vocabulary = line.target.spec.vocab_size
     measure = partial(
         measure_batch_profile,
-        engine.target,
+        target,
         engine.drafter,
         engine.pool,
         requests=requests,
@@ -60,12 +67,12 @@ def batch_profile(line: Line, engine: Engine, parts: Parts) -> Profile:
         vocab_size=vocabulary,
         repeats=_REPEATS,
     )
-    return _stored(line, name, shape, measure)
+    return _stored(line, name, shape, measure, threads)
 
 
-def _stored(line: Line, engine: str, shape: str, measure: Callable[[], Profile]) -> Profile:
+def _stored(line: Line, engine: str, shape: str, measure: Callable[[], Profile], threads: int) -> Profile:
     spec, accelerator = line.target.spec, torch.cuda.get_device_name() if line.target.device.type == "cuda" else None
-    machine = _text(machine_facts(accelerator=accelerator).model_dump()) + f", {torch.get_num_threads()} threads"
+    machine = _text(machine_facts(accelerator=accelerator).model_dump()) + f", {threads} threads"
     key = ProfileKey(machine, f"{spec.fingerprint} {line.recipe.target.dtype}", engine, shape)
 
     def tell() -> Profile:

@@ -17,6 +17,7 @@ from firesteel.errors import ArtifactError, CheckpointError, RecipeError
 from firesteel.package.export import CONTRACT
 from firesteel.package.load import describe
 from firesteel.prompts.template import decode_ids, encode_prompt
+from firesteel.prompts.token_bytes import token_bytes
 from firesteel.serving.server import Server
 from firesteel.serving.service import Served, Service
 from firesteel.serving.smoke import smoke_check, time_both
@@ -83,6 +84,7 @@ def served_model(line: Line) -> Served:
         encode_chat=encode_chat,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         token_text=lambda token: decode_ids(tokenizer, [token]),
+        token_bytes=token_bytes(tokenizer),
         eos_ids=frozenset(target.spec.eos_ids),
         vocab_size=target.spec.vocab_size,
         created=int(time.time()),
@@ -146,4 +148,13 @@ def _refuse_vllms_settings(line: Line, dry_run: bool) -> None:
 def _describe(line: Line, engine: Engine) -> str:
     size = f"up to {engine.max_requests} answers at a time, {engine.pool.blocks * engine.pool.size} positions in the cache, {engine.max_length} an answer"
     drafts = "no drafter" if engine.drafter is None else f"{engine.draft_tokens} drafts a round at most ({line.recipe.serve.policy})"
-    return f"{line.target.spec.name}, {drafts}, {size}"
+    return f"{line.target.spec.name}, {drafts}, {size}, {_reuse(engine)}"
+
+
+def _reuse(engine: Engine) -> str:
+    """What becomes of beginnings that were read before."""
+    if not engine.target.shares_prefix:
+        return "every prompt is read whole (this target runs sequence by sequence)"
+    if engine.drafter is not None and not engine.drafter.shares_prefix:
+        return "prompts are read whole but for requests without the drafter, which runs sequence by sequence"
+    return "beginnings that were read before are not read again"

@@ -48,7 +48,7 @@ class PagedTarget:
         self._lean = lean = LeanDecoder(model, layer_ids, 1, half=half)
         self.half = any(layer.qkv.in_half for layer in lean.layers)
         self.layer_ids, self.max_length, self.blocks = lean.layer_ids, 0, 0
-        self._spare, self._threads = spare, torch.get_num_threads()
+        self.spare, self.threads = spare, torch.get_num_threads()
         self._rotary_table: Any = decoder(model).rotary_emb
         self.make_room(max_length, blocks)
         self._check(model, _HALF_TOLERANCE if half else _TOLERANCE)
@@ -69,8 +69,8 @@ class PagedTarget:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, spans: Sequence[Span], keep: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`tokens [N]`, the spans' one after another -> logits `[sum(keep), V]`, captured states `[N, m * d]`."""
-        if self._spare and self._threads > 1:
-            torch.set_num_threads(self._threads - (tokens.shape[0] <= self._spare))
+        if self.spare and self.threads > 1:
+            torch.set_num_threads(self.threads - (tokens.shape[0] <= self.spare))
         lean = self._lean
         plan = make_plan(spans, lean.heads // lean.kv_heads)
         x = F.embedding(tokens, lean.embedding.weight)

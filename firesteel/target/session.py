@@ -27,6 +27,8 @@ from firesteel.target.lean import UNFIT, LeanDecoder, lean_refusal
 from firesteel.target.local import capture, stack_layers
 from firesteel.target.spec import check_layer_ids
 
+RECURRENT = "recurrent"
+"""The engine of targets whose cache is a state, which cannot be cut off: it is copied, and accepted tokens are read again."""
 _PROBE_TOKENS = 12
 # Largest difference to the model's own result that counts as rounding, as a share of the largest value.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -125,7 +127,7 @@ def _choose(model: Any, layer_ids: tuple[int, ...], max_length: int, wanted: str
         if wanted == "lean":
             raise TargetError(f"this target cannot run on the lean engine: {why}", mend="use the engine `auto` or `generic`")
     dtype = model.get_input_embeddings().weight.dtype
-    name, kind = ("recurrent", RecurrentDecoder) if has_states(model) else ("generic", GenericDecoder)
+    name, kind = (RECURRENT, RecurrentDecoder) if has_states(model) else ("generic", GenericDecoder)
     if dtype == torch.float32 and _packable(model) and (twin := _packed_copy(model)) is not None:
         packed = kind(twin, layer_ids)
         if _difference(packed, model, layer_ids, max_length) <= _TOLERANCE[dtype]:

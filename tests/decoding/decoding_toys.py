@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from firesteel.decoding.sampling import Sampling
 
 T = TypeVar("T", bound=Hashable)
 Table = Callable[[tuple[int, ...]], Tensor]
@@ -139,6 +142,44 @@ def random_table(vocabulary: int, seed: int, *, support: Sequence[int] | None = 
                 weights = weights * torch.tensor([float(v in support) for v in range(vocabulary)], dtype=torch.float64)
             known[key] = weights / weights.sum()
         return known[key]
+
+    return table
+
+
+def by_hand(table: Table, sampling: Sampling) -> Table:
+    """The distributions that sampling means, written out so as not to lean on the code under test."""
+
+    def cut(context: tuple[int, ...]) -> Tensor:
+        if sampling.greedy:
+            raise AssertionError("greedy is tested by its texts")
+        p = [x ** (1 / sampling.temperature) if x > 0 else 0.0 for x in table(context).tolist()]
+        p = [x if x >= sampling.min_p * max(p) else 0.0 for x in p]
+        order = sorted(range(len(p)), key=lambda v: -p[v])
+        for v in order[sampling.top_k :] if sampling.top_k is not None else []:
+            p[v] = 0.0
+        total, whole = 0.0, sum(p)
+        for v in order:
+            if total >= sampling.top_p * whole:
+                p[v] = 0.0
+            total += p[v]
+        return torch.tensor([x / sum(p) for x in p], dtype=torch.float64)
+
+    return cut
+
+
+# Temperature, top-k, top-p and min-p in every combination; of four tokens.
+COMBINATIONS = [Sampling(*values) for values in itertools.product((0.6, 1.0, 1.5), (None, 3), (1.0, 0.9), (0.0, 0.15))]
+# Rows in which one of these cuts takes a token that no other would: top-k, top-p, min-p; and one that top-k and top-p cut alike.
+_EDGES = ((0.28, 0.26, 0.24, 0.22), (0.475, 0.43, 0.09, 0.005), (0.875, 0.12, 0.003, 0.002), (0.41, 0.32, 0.19, 0.08))
+
+
+def edge_table(temperature: float) -> Table:
+    """Distributions over four tokens that become `_EDGES` at this temperature, in an order and with a likeliest token that depend on the text."""
+
+    def table(context: tuple[int, ...]) -> Tensor:
+        place = sum((t + 1) * 5**i for i, t in enumerate(reversed(context[-3:])))
+        row = torch.tensor(_EDGES[place % 4], dtype=torch.float64).roll(place // 4 % 4) ** temperature
+        return row / row.sum()
 
     return table
 

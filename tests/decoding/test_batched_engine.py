@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from decoding_toys import Enumerated, ToyDrafter, ToyTarget, all_outcomes, distance, random_table, texts
+from decoding_toys import Enumerated, ToyDrafter, ToyTarget, all_outcomes, by_hand, distance, random_table, texts
 
 from firesteel.decoding.adaptive import AsynchronousScheduler, Scheduler
 from firesteel.decoding.batched.blocks import BlockPool
@@ -14,9 +16,10 @@ from firesteel.decoding.batched.engine import Engine
 from firesteel.decoding.batched.protocol import Ask, Piece
 from firesteel.decoding.batched.sessions import SessionDrafter, SessionTarget
 from firesteel.decoding.decode import decode_plain
-from firesteel.decoding.policies import FixedLength, LengthPolicy, StaticThreshold
+from firesteel.decoding.policies import Drafted, FixedLength, LengthPolicy, Request, StaticThreshold
 from firesteel.decoding.profile import Curve, Profile
 from firesteel.decoding.sampling import Sampling
+from firesteel.decoding.verify import Rejection
 from firesteel.errors import DataError, RecipeError
 
 TARGET, DRAFT = random_table(5, 1), random_table(5, 2)
@@ -98,38 +101,68 @@ def test_requests_that_run_out_of_blocks_leave_and_come_back() -> None:
     assert engine.counters.prompt_tokens == 8, "a prompt that is read again is no new prompt"
 
 
-POLICIES: dict[str, Callable[[], LengthPolicy]] = {
-    "fixed": lambda: FixedLength(3),
-    "threshold": lambda: StaticThreshold(0.4),
-    "scheduled": lambda: Scheduler(Profile(Curve((1, 8), (1.0, 1.6)), Curve((1, 4), (0.05, 0.1))), prior=[0.6]),
-    "asynchronous": lambda: AsynchronousScheduler(Profile(Curve((1, 8), (1.0, 1.6)), Curve((1, 4), (0.05, 0.1))), prior=[0.6]),
+def profile() -> Profile:
+    """Costs by which some drafts pay and others do not."""
+    return Profile(Curve((1, 8), (1.0, 2.6)), Curve((1, 4), (0.02, 0.04)))
+
+
+POLICIES: dict[str, Callable[[], LengthPolicy] | None] = {
+    "plain": None,
+    "fixed": lambda: FixedLength(2),
+    "threshold": lambda: StaticThreshold(0.5),
+    "scheduled": lambda: Scheduler(profile(), prior=[0.6]),
+    "asynchronous": lambda: AsynchronousScheduler(profile(), prior=[0.6]),
 }
 
 
+@dataclass
+class Remembering:
+    """A policy, and what it decided: of each step the drafts of each request, and how many of them are verified."""
+
+    inner: LengthPolicy
+    decided: set[tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def admit(self, requests: Sequence[Request], drafts: Sequence[Drafted]) -> list[int]:
+        kept = self.inner.admit(requests, drafts)
+        self.decided.add((tuple(d.count for d in drafts), tuple(kept)))
+        return kept
+
+
 @pytest.mark.lossless
+@pytest.mark.parametrize("rejection", ["token", "block"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_sampled_requests_have_the_targets_distribution(policy: str) -> None:
-    """Every outcome of two requests in the same steps, one of which is drafted for beside the other."""
-    length, eos, sampling = 3, frozenset({0}), Sampling(temperature=1.0)
-    table, other = random_table(3, 5), random_table(3, 6)
+def test_two_sampled_requests_have_the_targets_distribution(policy: str, rejection: Rejection) -> None:
+    """Every outcome of two requests of several rounds in the same steps, each with a sampling of its own."""
+    # The asynchronous policy follows the step before the last, so it needs a round more than the others.
+    lengths = (5, 4) if policy == "asynchronous" else (4, 4)
+    samplings = (Sampling(temperature=1.0), Sampling(temperature=0.6, top_p=0.9, min_p=0.15))
+    table, other, make = random_table(2, 5), random_table(2, 6), POLICIES[policy]
+    decided: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def program(chance: Enumerated) -> tuple[tuple[int, ...], tuple[int, ...]]:
         def drafter() -> ToyDrafter:
-            return ToyDrafter(other, chance, confidence=lambda context, token: 0.35 + 0.3 * (context[-1] % 3))
+            return ToyDrafter(other, chance, confidence=lambda context, token: 0.35 + 0.5 * (context[-1] % 2))
 
-        engine = Engine(
-            SessionTarget(lambda: ToyTarget(table)), SessionDrafter(drafter, 2), BlockPool(32, 4, share=False), draft_tokens=2, policy=POLICIES[policy]()
-        )
+        made = {} if make is None else {"draft_tokens": 2, "policy": Remembering(make(), decided)}
+        target, pool = SessionTarget(lambda: ToyTarget(table)), BlockPool(32, 4, share=False)
+        engine = Engine(target, SessionDrafter(drafter, 2) if made else None, pool, rejection=rejection, **made)  # type: ignore[arg-type]
         listeners = [Listener(), Listener()]
-        engine.submit(Ask((1,), length, sampling, eos_ids=eos), listeners[0], chance=chance)
-        engine.submit(Ask((2,), 1, sampling, eos_ids=eos), listeners[1], chance=chance)
+        for i, listener in enumerate(listeners):
+            engine.submit(Ask((i,), lengths[i], samplings[i], eos_ids=frozenset({0})), listener, chance=chance)
         finish(engine)
         return tuple(listeners[0].tokens), tuple(listeners[1].tokens)
 
     found = all_outcomes(program)
-    first, second = texts(table, (1,), length, {0}), texts(table, (2,), 1, {0})
+    first, second = (texts(by_hand(table, s), (i,), n, {0}) for i, (s, n) in enumerate(zip(samplings, lengths, strict=True)))
     wanted = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
     assert distance(found, wanted) < 1e-9  # type: ignore[arg-type]
+    if policy in ("threshold", "scheduled", "asynchronous"):
+        cut = {kept for counts, kept in decided if kept != counts}
+        assert cut, "it chooses among drafts"
+        assert any(any(kept) for kept in cut), "and some are verified"
 
 
 def test_a_seed_writes_the_same_text_whoever_else_is_there() -> None:
@@ -283,6 +316,48 @@ class TestBlockPool:
             pool.release(held)
         assert pool.available == 8
 
+    def test_what_the_drafter_has_not_observed_is_for_requests_without_it(self) -> None:
+        pool = BlockPool(8, 2)
+        text, deaf, whole = [1, 2, 3, 4, 5, 6, 7], [], []
+        pool.grow(deaf, 7)
+        pool.publish(text, deaf, 6, 0, heard=3)
+        assert pool.share_prefix(text) == deaf[:1], "the second block is observed by half"
+        without = pool.share_prefix(text, deaf=True)
+        assert without == deaf[:3]
+        assert pool.heard(without) == 1
+        for held in (without, [deaf[0]]):
+            pool.release(held)
+        # Another request reads it again and has it observed: its blocks stand in for the others.
+        pool.grow(whole, 7)
+        pool.publish(text, whole, 6, 0, heard=6)
+        again = pool.share_prefix(text)
+        assert again == [deaf[0], *whole[1:3]]
+        assert pool.heard(again) == 3
+        for held in (again, whole, deaf):
+            pool.release(held)
+        assert pool.available == 8
+
+    def test_a_late_observation_opens_what_was_published_without_it(self) -> None:
+        pool = BlockPool(8, 2)
+        text, held = [1, 2, 3, 4, 5], []
+        pool.grow(held, 5)
+        pool.publish(text, held, 4, 0, heard=0)
+        assert pool.share_prefix(text) == []
+        pool.publish(text, held, 4, 0, heard=4)
+        assert pool.share_prefix(text) == held[:2]
+
+    def test_an_idle_block_that_is_replaced_is_free(self) -> None:
+        pool = BlockPool(3, 2)
+        text, deaf, whole = [1, 2, 3], [], []
+        pool.grow(deaf, 2)
+        pool.publish(text, deaf, 2, 0, heard=0)
+        pool.release(deaf)
+        pool.grow(whole, 2)
+        pool.publish(text, whole, 2, 0, heard=2)
+        rest: list[int] = []
+        assert pool.grow(rest, 4)
+        assert pool.share_prefix(text) == whole
+
     def test_nothing_leaks_under_random_use(self) -> None:
         generator = torch.Generator().manual_seed(0)
         pool = BlockPool(12, 2)
@@ -291,10 +366,11 @@ class TestBlockPool:
             move = int(torch.randint(3, (1,), generator=generator))
             if move == 0:
                 text = torch.randint(2, (int(torch.randint(2, 12, (1,), generator=generator)),), generator=generator).tolist()
-                held = pool.share_prefix(text)
-                start = len(held)
+                without = bool(torch.randint(2, (1,), generator=generator))
+                held = pool.share_prefix(text, deaf=without)
+                start, heard = len(held), 2 * pool.heard(held) if without else len(text)
                 if pool.grow(held, len(text)):
-                    texts_.append((text, held, pool.publish(text, held, len(text), start)))
+                    texts_.append((text, held, pool.publish(text, held, len(text), start, heard)))
                 else:
                     pool.release(held)
             elif texts_ and move == 1:

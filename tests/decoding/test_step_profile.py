@@ -85,6 +85,19 @@ def test_measuring_takes_turns_and_medians(monkeypatch):
     assert curve.seconds == pytest.approx((1.1, 3.1))
 
 
+def test_what_comes_before_a_step_is_run_and_not_timed(monkeypatch):
+    clock, done = [0.0], []
+
+    def work(name: str, seconds: float, size: int) -> None:
+        done.append((name, size))
+        clock[0] += seconds * size
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    curve = measure_curve(lambda n: work("step", 1.0, n), [1, 2], repeats=1, before=lambda n: work("before", 50.0, n))
+    assert done == [("before", 1), ("step", 1), ("before", 2), ("step", 2)] * 2
+    assert curve.seconds == pytest.approx((1.0, 2.0))
+
+
 @pytest.mark.parametrize(("sizes", "repeats"), [([], 1), ([0], 1), ([1], 0)])
 def test_nothing_to_measure_is_refused(sizes, repeats):
     with pytest.raises(RecipeError, match="cannot measure"):

@@ -12,6 +12,7 @@ import torch
 from line_screen import QuietScreen
 from torch import nn
 from transformers import OlmoConfig, OlmoForCausalLM
+from untrained_package import untrained
 
 from firesteel.batches.anchors import seeded
 from firesteel.decoding.batched.engine import Engine
@@ -20,14 +21,10 @@ from firesteel.decoding.batched.sessions import SessionTarget
 from firesteel.decoding.decode import decode_plain, decode_speculative
 from firesteel.decoding.policies import StaticThreshold
 from firesteel.decoding.sampling import Sampling
-from firesteel.drafters.registry import get_spec
 from firesteel.drafters.rows import Draft
 from firesteel.errors import RecipeError
-from firesteel.package.contract import make_contract
-from firesteel.package.export import export
 from firesteel.stages import engine as engine_stage
 from firesteel.stages import runtime
-from firesteel.stages.configure import configure
 from firesteel.stages.engine import open_engine
 from firesteel.stages.line import Line
 from firesteel.target.head import TargetHead
@@ -38,18 +35,6 @@ from firesteel.target.session import TargetSession
 
 MakeLine = Callable[..., Line]
 PROMPTS = [tuple((7 * i + j * (i + 1)) % 90 + 4 for j in range(3 + 9 * i)) for i in range(3)]
-
-
-def untrained(line: Line, folder: Path) -> Path:
-    """The recipe's drafter as a package, with the weights that it begins with."""
-    config, _ = configure(line, line.recipe.drafter.algorithm)
-    torch.manual_seed(0)
-    drafter = get_spec(config.algorithm).build(config)
-    contract = make_contract(config, line.target.spec, template_options={}, temperatures=(), promise=None, speculative_tokens=config.num_drafts)
-    ids = torch.arange(config.draft_vocab_size) if config.reduced_vocab else None
-    head = None if ids is None else line.target.head.weight[ids.to(line.target.device)]
-    export(folder, drafter.state_dict(), config, contract, target_ids=ids, head_rows=head, dtype=torch.float32)
-    return folder
 
 
 def answers(engine: Engine, **settings: Any) -> list[list[int]]:

@@ -50,7 +50,15 @@ def encode_chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | No
 
 
 SERVED = Served(
-    NAME, encode, encode_chat, lambda ids: decode([i for i in ids if i != EOS]), lambda i: "<eos>" if i == EOS else decode([i]), frozenset({EOS}), len(WORDS), 1
+    name=NAME,
+    encode=encode,
+    encode_chat=encode_chat,
+    decode=lambda ids: decode([i for i in ids if i != EOS]),
+    token_text=lambda i: "<eos>" if i == EOS else decode([i]),
+    token_bytes=lambda i: b"<eos>" if i == EOS else WORDS[i],
+    eos_ids=frozenset({EOS}),
+    vocab_size=len(WORDS),
+    created=1,
 )
 
 

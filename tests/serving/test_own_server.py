@@ -145,9 +145,19 @@ def test_logprobs_of_both_apis(server: Running) -> None:
     for token in new["choices"][0]["logprobs"]["content"]:
         assert len(token["top_logprobs"]) == 2
         assert token["top_logprobs"][0]["logprob"] == token["logprob"]
-        assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
+        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
     plain = ask(server, prompt=PROMPT, logprobs=3, speculate=False, **body)["choices"][0]
     assert plain["logprobs"]["token_logprobs"] == pytest.approx(old["logprobs"]["token_logprobs"])
+
+
+def test_logprobs_have_the_bytes_of_tokens_that_are_a_part_of_a_character(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": decode(PROMPT)}], "logprobs": True, "top_logprobs": 20, "max_tokens": 60, "ignore_eos": True}
+    found = [ask(server, "chat/completions", **body, temperature=1, seed=s)["choices"][0] for s in range(4)]
+    for choice in found:
+        whole = b"".join(bytes(t["bytes"]) for t in choice["logprobs"]["content"] if t["token"] != "<eos>")
+        assert whole.decode(errors="replace") == choice["message"]["content"]
+    entries = [e for c in found for t in c["logprobs"]["content"] for e in (t, *t["top_logprobs"])]
+    assert {tuple(e["bytes"]) for e in entries if e["token"] == "\ufffd"} == {(0xC3,), (0xA9,)}
 
 
 def test_records_tell_drafted_tokens_and_add_up_to_the_text(server: Running) -> None:

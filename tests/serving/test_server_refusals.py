@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -215,6 +216,25 @@ def test_time_per_request_is_limited() -> None:
         slow.settle()
 
 
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    with running(request_seconds=0.4) as server:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body[:-5])
+            begin = time.monotonic()
+            answer = HTTPResponse(client)
+            answer.begin()
+            assert 0.3 < time.monotonic() - begin < 20
+            assert answer.status == 408
+            error = json.loads(answer.read())["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"] == "the body did not come within 0.4 s"
+        server.settle()
+        assert post(server, body).status_code == 200
+
+
 def test_a_client_that_goes_away_is_forgotten_and_others_are_not_disturbed() -> None:
     brake = Brake(0.02)
     with running(brake=brake, requests=3) as server:
@@ -263,7 +283,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_own_answer_only() -> None:
             raise ValueError("no such token")
         return SERVED.decode(ids)
 
-    served = Served(NAME, SERVED.encode, SERVED.encode_chat, broken, SERVED.token_text, SERVED.eos_ids, SERVED.vocab_size, 1)
+    served = Served(NAME, SERVED.encode, SERVED.encode_chat, broken, SERVED.token_text, SERVED.token_bytes, SERVED.eos_ids, SERVED.vocab_size, 1)
     with running(served=served) as server:
         error = refused(post(server, {"prompt": PROMPT, "temperature": 0, "max_tokens": 9}), 500)
         assert "no such token" in error["message"]

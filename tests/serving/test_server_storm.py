@@ -10,11 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
+from paged_toys import paged_alone, paged_engine
 from server_toys import EOS, SERVED, Brake, Running, alone, decode, running, toy_engine
 
+from firesteel.decoding.batched.engine import Engine
 from firesteel.decoding.batched.protocol import Ask
 from firesteel.recipe import Serve
 from firesteel.serving.answer import Answer
@@ -137,63 +142,95 @@ def test_signals_end_the_process_with_code_0_and_a_second_one_at_once(signals: t
         process.wait()
 
 
-def test_a_short_storm_leaves_nothing() -> None:
-    storm(seconds=4, seed=0)
+@dataclass(frozen=True)
+class World:
+    """What stands in the storm: how an engine is made and what it writes alone; prompts begin with `head`, or some of it."""
+
+    make: Callable[[], Engine]
+    alone: Callable[..., list[int]]
+    head: tuple[int, ...] = ()
+    key: str | None = None
+    longest: int = 24
+
+
+TOYS = World(lambda: toy_engine(Brake(), requests=6, blocks=100), alone)
+PAGED = World(lambda: paged_engine(requests=6, blocks=14), paged_alone, tuple(3 + i % 30 for i in range(40)), "sesame", 60)
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(TOYS, 4), (PAGED, 15)], ids=["toys", "paged"])
+def test_a_short_storm_leaves_nothing(world: World, seconds: float) -> None:
+    storm(world, seconds, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_ten_minutes_of_storm_leave_nothing() -> None:
-    storm(seconds=600, seed=1)
+@pytest.mark.parametrize("world", [TOYS, PAGED], ids=["toys", "paged"])
+def test_ten_minutes_of_storm_leave_nothing(world: World) -> None:
+    storm(world, seconds=600, seed=1)
 
 
-def storm(seconds: float, seed: int) -> None:
+def storm(world: World, seconds: float, seed: int) -> None:
     """Clients that ask for all sorts of things, leave when they like and send nonsense, against an engine that is short of blocks."""
-    with running(max_queue=16, requests=6, blocks=100, max_body=50_000) as server:
-        with server.client() as client:  # threads that are made once and kept exist from here on
-            client.post("/v1/completions", json=LONG)
+    headers = {} if world.key is None else {"Authorization": f"Bearer {world.key}"}
+    with running(engine=world.make(), max_queue=16, max_body=50_000, api_key=world.key) as server:
+        with server.client(headers=headers) as client:  # threads that are made once and kept exist from here on
+            assert client.post("/v1/completions", json=LONG).status_code == 200
         before = threading.active_count()
-        statuses, wrong, tasks_left = asyncio.run(_clients(server.url, seconds, random.Random(seed)))
+        statuses, wrong, tasks_left = asyncio.run(_clients(server, seconds, random.Random(seed), world, headers))
         server.settle()
         assert not wrong
         assert tasks_left == 0
         assert statuses[200] > 10
         assert statuses[400] > 0
-        assert set(statuses) <= {200, 400, 404, 413, 429, "left"}
-        assert server.engine.pool.used == 0
-        assert server.engine.counters.preemptions > 0, "there was no storm"
+        assert (statuses.get(401, 0) > 0) == (world.key is not None)
+        assert set(statuses) <= {200, 400, 401, 404, 413, 429, "left"}
+        pool, counters = server.engine.pool, server.engine.counters
+        assert (pool.used, pool.available) == (0, pool.blocks)
+        assert counters.preemptions > 0, "there was no storm"
+        assert 0 < counters.accepted < counters.drafted
+        assert (pool.hit > 0) == pool.share
         assert server.engine.running == server.engine.waiting == 0
         assert server.service.thread.failed is None
         assert threading.active_count() == before
-        with server.client() as client:
+        with server.client(headers=headers) as client:
             assert client.get("/health").status_code == 200
-            assert client.post("/v1/completions", json=LONG).json()["choices"][0]["text"] == decode([t for t in alone(PROMPT, 60, eos=False) if t != EOS])
+            text = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+            assert text == decode([t for t in world.alone(PROMPT, 60, eos=False) if t != EOS])
     assert not [t for t in threading.enumerate() if t.name.startswith(("firesteel", "asyncio"))]
 
 
-async def _clients(url: str, seconds: float, dice: random.Random) -> tuple[dict[int | str, int], list[str], int]:
+async def _clients(server: Running, seconds: float, dice: random.Random, world: World, headers: dict[str, str]) -> tuple[dict[int | str, int], list[str], int]:
+    """For so many seconds, and on a slow machine until a request had to leave for others."""
     statuses: dict[int | str, int] = {}
     wrong: list[str] = []
     end = time.monotonic() + seconds
 
     async def one(client: httpx.AsyncClient) -> None:
-        while time.monotonic() < end:
-            kind = dice.choice(("whole", "stream", "leave", "leave whole", "nonsense", "refused", "huge", "long", "choices"))
+        while (now := time.monotonic()) < end or (now < end + 120 and not server.engine.counters.preemptions):
+            kinds = ["whole", "stream", "leave", "leave whole", "nonsense", "refused", "huge", "long", "choices"]
+            kind = dice.choice(kinds if world.key is None else [*kinds, "plain", "no key"])
             status: int | str
             try:
-                status = await _play(client, kind, dice, wrong)
+                status = await _play(client, kind, dice, wrong, world)
             except httpx.TimeoutException:
                 status = "left"
             statuses[status] = statuses.get(status, 0) + 1
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(one(client) for _ in range(24)))
     return statuses, wrong, len(asyncio.all_tasks()) - 1
 
 
-async def _play(client: httpx.AsyncClient, kind: str, dice: random.Random, wrong: list[str]) -> int:
+async def _play(client: httpx.AsyncClient, kind: str, dice: random.Random, wrong: list[str], world: World) -> int:
     first = dice.randrange(3, 40)
-    body = {"prompt": [first, 7], "max_tokens": dice.randrange(1, 24), "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {
+        "prompt": [*world.head[: dice.choice((0, 20, 40))], first, 7],
+        "max_tokens": dice.randrange(1, world.longest),
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    if kind == "no key":
+        return (await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {dice.random()}"})).status_code
     if kind == "nonsense":
         return (await client.post("/v1/completions", content=b"{" * dice.randrange(1, 50))).status_code
     if kind == "refused":
@@ -206,10 +243,10 @@ async def _play(client: httpx.AsyncClient, kind: str, dice: random.Random, wrong
         return (await client.post("/v1/completions", json={**body, "n": 3, "temperature": 1})).status_code
     if kind == "leave whole":
         return (await client.post("/v1/completions", json={**body, "max_tokens": 200}, timeout=dice.uniform(0.01, 0.3))).status_code
-    if kind == "whole":
-        answer = await client.post("/v1/completions", json=body)
+    if kind in ("whole", "plain"):
+        answer = await client.post("/v1/completions", json=body if kind == "whole" else {**body, "speculate": False})
         text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
-        _compare(text, body, wrong)
+        _compare(text, body, wrong, world)
         return answer.status_code
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 200 if kind == "leave" else body["max_tokens"]}) as stream:
         if stream.status_code != 200:
@@ -220,13 +257,11 @@ async def _play(client: httpx.AsyncClient, kind: str, dice: random.Random, wrong
                 parts += [c["text"] for c in json.loads(line.removeprefix("data: "))["choices"]]
             if kind == "leave" and len(parts) > 3:
                 return 200
-    _compare("".join(parts), body, wrong) if kind == "stream" else None
+    _compare("".join(parts), body, wrong, world) if kind == "stream" else None
     return 200
 
 
-def _compare(text: str | None, body: dict[str, object], wrong: list[str]) -> None:
+def _compare(text: str | None, body: dict[str, Any], wrong: list[str], world: World) -> None:
     prompt, count = body["prompt"], body["max_tokens"]
-    assert isinstance(prompt, list)
-    assert isinstance(count, int)
-    if text is not None and text != decode([t for t in alone(prompt, count, eos=False) if t != EOS]):
+    if text is not None and text != decode([t for t in world.alone(prompt, count, eos=False) if t != EOS]):
         wrong.append(f"{body}: {text}")

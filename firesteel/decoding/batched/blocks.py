@@ -1,8 +1,9 @@
 """BlockPool: which blocks of the caches belong to whom, and which of them hold a beginning that a later request may share.
 
 A block holds the keys and values of `size` consecutive positions, of the target and of the drafter alike: one table of blocks per request
-serves both caches, and a shared beginning is shared in both. A block is published under a digest of all tokens up to its end once both caches
-hold it; it stays usable after its last owner has left, until its room is needed (least recently used first).
+serves both caches, and a shared beginning is shared in both. A block is published under a digest of all tokens up to its end once the target's
+cache holds it; it stays usable after its last owner has left, until its room is needed (least recently used first). Where the drafter has not
+observed it, it is deaf: only for requests that go without the drafter, until another or a later owner's is not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class BlockPool:
         self._owners = [0] * blocks
         self._digests: list[bytes | None] = [None] * blocks
         self._published: dict[bytes, int] = {}
+        self._deaf = [False] * blocks  # of published ones
         self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks without an owner, the longest unused first
         self.queried = self.hit = 0  # tokens that beginnings were looked up for, and found
 
@@ -66,8 +68,12 @@ class BlockPool:
                     self._idle[block] = None
         held.clear()
 
-    def share_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks, now owned by the caller too, of the longest published beginning of `tokens` that leaves at least one token over."""
+    def share_prefix(self, tokens: Sequence[int], *, deaf: bool = False) -> list[int]:
+        """Blocks, now owned by the caller too, of the longest published beginning of `tokens` that leaves at least one token over.
+
+        Args:
+            deaf: take those as well that the drafter has not observed.
+        """
         found: list[int] = []
         if not self.share:
             return found
@@ -76,7 +82,7 @@ class BlockPool:
         for begin in range(0, len(tokens) - self.size, self.size):
             digest = _digest(digest, tokens[begin : begin + self.size])
             block = self._published.get(digest)
-            if block is None:
+            if block is None or (self._deaf[block] and not deaf):
                 break
             self._idle.pop(block, None)
             self._owners[block] += 1
@@ -84,12 +90,17 @@ class BlockPool:
         self.hit += len(found) * self.size
         return found
 
-    def publish(self, tokens: Sequence[int], held: Sequence[int], positions: int, done: int) -> int:
+    def heard(self, held: Sequence[int]) -> int:
+        """How many of these published blocks, from the first on, the drafter has observed."""
+        return next((i for i, block in enumerate(held) if self._deaf[block]), len(held))
+
+    def publish(self, tokens: Sequence[int], held: Sequence[int], positions: int, done: int, heard: int | None = None) -> int:
         """Let others share the blocks of `held` that are full up to `positions`.
 
         Args:
             tokens: the text, from its first token on.
-            done: what the last call for this text returned, 0 at first.
+            done: what the last call for this text returned, 0 at first and after the drafter has observed what had been published without it.
+            heard: positions that the drafter has observed; None: all of them.
 
         Returns:
             blocks that are published or need not be, for the next call.
@@ -102,10 +113,22 @@ class BlockPool:
             if digest is None:  # the same beginning is published by another block already, and so are ours up to there
                 digest = _chain(tokens, number, self.size)
             digest = _digest(digest, tokens[number * self.size : (number + 1) * self.size])
-            if digest not in self._published:
+            block, deaf = self._published.get(digest), heard is not None and (number + 1) * self.size > heard
+            if block == held[number]:
+                self._deaf[block] = self._deaf[block] and deaf
+            elif block is None or (self._deaf[block] and not deaf):
+                if block is not None:
+                    self._withdraw(block)
                 self._published[digest] = held[number]
-                self._digests[held[number]] = digest
+                self._digests[held[number]], self._deaf[held[number]] = digest, deaf
         return full
+
+    def _withdraw(self, block: int) -> None:
+        """What it holds is published by a better one."""
+        self._digests[block] = None
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
 
     def _take(self) -> int:
         if self._free:

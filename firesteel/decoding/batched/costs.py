@@ -58,6 +58,11 @@ def measure_batch_profile(
         # What the schedulers ask for is seldom all that there can be.
         usual = (draft_tokens + 1) // 2
 
+        def verify_usual(count: int) -> None:
+            # A draft follows a step of the target: that has left its threads and its share of the machine's caches to it.
+            rows = count * (usual + 1)
+            target.forward(torch.zeros(rows, dtype=torch.long), _spread(tables[:count], context, rows), [1] * count)
+
         def propose(count: int) -> None:
             spans = [Span(-1 - i, table, context, 0) for i, table in enumerate(tables[:count])]
             drafter.draft([Want(span, 0, usual, 0.0, None) for span in spans])
@@ -69,7 +74,7 @@ def measure_batch_profile(
                     drafter.forget(-1 - i)
                     drafter.observe(prompt, [Span(-1 - i, tables[i], 0, context)], aux)
 
-        return Profile(step, measure_curve(propose, step_sizes(requests), repeats=repeats))
+        return Profile(step, measure_curve(propose, step_sizes(requests), repeats=repeats, before=verify_usual))
     finally:
         for i, table in enumerate(tables):
             pool.release(table)

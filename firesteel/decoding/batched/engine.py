@@ -21,7 +21,7 @@ from torch import Tensor
 
 from firesteel.decoding.batched.blocks import BlockPool
 from firesteel.decoding.batched.judge import Case, judge
-from firesteel.decoding.batched.protocol import Ask, BatchTarget, Piece
+from firesteel.decoding.batched.protocol import Ask, BatchTarget, Counters, Piece
 from firesteel.decoding.policies import Drafted, FixedLength, LengthPolicy, Request
 from firesteel.decoding.sampling import Chance, RandomChance
 from firesteel.decoding.verify import Rejection
@@ -29,25 +29,11 @@ from firesteel.drafters.rows import BatchDrafter, Draft, Want
 from firesteel.errors import DataError, RecipeError, VerificationError
 from firesteel.kernels.spans import Span
 
-# Positions that the drafter has not observed yet are held back while nothing is drafted, at most this many a request.
-_HELD = 256
+# Positions that the drafter has not observed yet are held back while nothing is drafted, at most this many a request; where the policy does
+# not want prompts observed, at most so many of all requests together.
+_HELD, _HELD_IN_ALL = 256, 4096
 
 Tell = Callable[[Piece], None]
-
-
-@dataclass
-class Counters:
-    """What was done since the engine began; `by_position[k]` counts rounds in which draft k + 1 was accepted."""
-
-    steps: int = 0
-    step_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    preemptions: int = 0
-    by_position: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -66,6 +52,7 @@ class _Run:
     seen: int = 0  # of these, positions that the drafter has observed
     held: list[Tensor] = field(default_factory=list)  # states of the others
     published: int = 0  # blocks
+    deaf: bool = False  # the drafter has not observed all of it and never will
     gone: bool = False
 
     @property
@@ -76,6 +63,11 @@ class _Run:
     def writing(self) -> bool:
         """All but the newest token has been read, and that is one of the answer's."""
         return self.length == len(self.tokens) - 1 and self.produced > 0
+
+    @property
+    def late(self) -> int:
+        """Positions of the prompt that have been read and not observed."""
+        return max(0, min(self.length, len(self.ask.prompt)) - self.seen)
 
 
 @dataclass
@@ -129,6 +121,7 @@ class Engine:
         self._waiting: deque[_Run] = deque()
         self._running: list[_Run] = []
         self._keys = 0
+        self._charged = 0.0  # seconds of this step in which prompts were observed
 
     @property
     def waiting(self) -> int:
@@ -195,7 +188,7 @@ class Engine:
         self._admit_waiting()
         if not self._running:
             return False
-        begin = time.perf_counter()
+        begin, self._charged = time.perf_counter(), 0.0
         writing = [r for r in self._running if r.writing]
         drafts, said, kept = self._draft(writing)
         parts = self._parts(writing, drafts)
@@ -206,10 +199,13 @@ class Engine:
         self.counters.steps += 1
         self.counters.step_tokens += len(flat)
         accepted = self._take(parts, logits, aux)
+        took = time.perf_counter() - begin
+        if reading or self._charged:
+            self.policy.charge(self._charged, took if reading else 0.0)
         stepped = [i for i, r in enumerate(writing) if r.key in accepted]
         if stepped:
             # A step that also read prompts took longer than its drafts account for.
-            seconds = None if reading else time.perf_counter() - begin
+            seconds = None if reading else took - self._charged
             requests, standing = [writing[i].policy for i in stepped], [accepted[writing[i].key] for i in stepped]
             self.policy.learn(requests, [said[i] for i in stepped], [kept[i] for i in stepped], standing, seconds)
         return True
@@ -225,9 +221,11 @@ class Engine:
             if self.pool.needed(len(run.tokens) + self._scratch()) > self.pool.available:
                 return
             self._waiting.popleft()
-            run.blocks = self.pool.share_prefix(run.tokens)
-            run.length = run.seen = len(run.blocks) * self.pool.size
-            run.published = len(run.blocks)
+            # A request that is not drafted for, or hardly, takes what the target has read of it before; the drafter need not have observed it.
+            without = self.drafter is None or not run.ask.speculate
+            run.blocks = self.pool.share_prefix(run.tokens, deaf=without or self.policy.hearing != "at once")
+            run.length, run.seen = len(run.blocks) * self.pool.size, self.pool.heard(run.blocks) * self.pool.size
+            run.published, run.deaf = len(run.blocks), without or run.seen < run.length
             self.pool.grow(run.blocks, len(run.tokens) + self._scratch())
             self._running.append(run)
 
@@ -269,10 +267,10 @@ class Engine:
         made: list[Draft | None] = [None] * len(writing)
         if self.drafter is None or not writing:
             return made, [Drafted(0)] * len(writing), [0] * len(writing)
-        requests = [r.policy for r in writing]
+        requests, hearing = [r.policy for r in writing], self.policy.hearing
         for run in writing:
             # A round adds a token of the target's own after the drafted ones, so the last token needs no draft.
-            run.policy.room = min(self.draft_tokens, run.ask.max_new_tokens - run.produced - 1) if run.ask.speculate else 0
+            run.policy.room = 0 if run.deaf or (run.late and hearing == "not") else min(self.draft_tokens, run.ask.max_new_tokens - run.produced - 1)
         counts = self.policy.plan(requests)
         chosen = [i for i, n in enumerate(counts) if n and self._room(writing[i], len(writing[i].tokens) + self._scratch())]
         self._show([writing[i] for i in chosen])
@@ -330,11 +328,30 @@ class Engine:
             else:
                 self._end(run, piece)
         staying = [p.run for p in parts if not p.run.gone]
-        # The drafter observes at once what it was drafted for, and prompts; positions written without it may wait.
-        self._show([r for r in staying if not r.writing or r.policy.silent == 0 or r.length - r.seen >= _HELD])
+        self._hear(staying)
         for run in staying:
-            run.published = self.pool.publish(run.tokens, run.blocks, run.seen, run.published)
+            run.published = self.pool.publish(run.tokens, run.blocks, run.length, run.published, self._heard(run))
         return accepted
+
+    def _hear(self, runs: Sequence[_Run]) -> None:
+        """The drafter observes at once what it was drafted for, and prompts where the policy wants it; positions written without it may wait."""
+        if self.policy.hearing == "at once":
+            self._show([r for r in runs if r.late or not r.writing or r.policy.silent == 0 or r.length - r.seen >= _HELD])
+            return
+        self._show([r for r in runs if not r.late and r.writing and r.policy.silent == 0])
+        waiting = sorted((r for r in self._running if r.held), key=lambda r: r.length - r.seen)
+        held = sum(r.length - r.seen for r in waiting)
+        while held > _HELD_IN_ALL:
+            run = waiting.pop()
+            held -= run.length - run.seen
+            run.held.clear()
+            run.deaf = True
+
+    def _heard(self, run: _Run) -> int | None:
+        """Positions of which the drafter's share of the blocks is there for others, too; None: all."""
+        if self.drafter is None:
+            return None
+        return run.seen if self.drafter.shares_prefix else 0
 
     def _count(self, run: _Run, accepted: int, piece: Piece) -> None:
         counters = self.counters
@@ -350,9 +367,7 @@ class Engine:
 
     def _advance(self, run: _Run, count: int, states: Tensor) -> None:
         run.length += count
-        if self.drafter is None:
-            run.seen = run.length
-        elif run.ask.speculate:  # of the others the drafter never hears
+        if not run.deaf:
             run.held.append(states[:count])
 
     def _show(self, runs: Sequence[_Run]) -> None:
@@ -362,9 +377,14 @@ class Engine:
             return
         spans = [Span(r.key, r.blocks, r.seen, r.length - r.seen) for r in late]
         tokens = torch.tensor([t for r in late for t in r.tokens[r.seen : r.length]])
+        begin = time.perf_counter()
         self.drafter.observe(tokens, spans, torch.cat([s for r in late for s in r.held]))
+        prompts = sum(r.late for r in late)
+        if prompts:
+            self._charged += (time.perf_counter() - begin) * prompts / len(tokens)
         for run in late:
-            run.seen = run.length
+            # What was published as read by the target alone is published once more.
+            run.published, run.seen = min(run.published, run.seen // self.pool.size), run.length
             run.held.clear()
 
 

@@ -80,3 +80,18 @@ class Piece:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     submitted: int = 0
     finish: Finish | None = None
+
+
+@dataclass
+class Counters:
+    """What was done since the engine began; `by_position[k]` counts rounds in which draft k + 1 was accepted."""
+
+    steps: int = 0
+    step_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    by_position: list[int] = field(default_factory=list)

@@ -15,6 +15,7 @@ The last line of stdout is a JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -57,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--save", type=Path, required=True)
-    parser.add_argument("--probe-steps", type=int, default=4, help="steps that are timed first; the first of them is not counted")
+    parser.add_argument("--probe-steps", type=int, default=32, help="steps that are timed first, at most; the first of them is not counted")
+    parser.add_argument("--probe-seconds", type=float, default=90.0, help="after so long four of them are enough")
     own, theirs = split(sys.argv[1:])
     options = parser.parse_args(own)
     sys.argv = [sys.argv[0]]
@@ -66,7 +68,7 @@ def main() -> None:
         peer_trainer.get_local_rank = lambda: torch.device("cpu")
         torch.accelerator.synchronize = lambda *_: None
     timing = Timing()
-    run(theirs, options.save / "probe", probing(timing, options.probe_steps), {"--max-steps": options.probe_steps, "--epochs": 1})
+    run(theirs, options.save / "probe", probing(timing, options.probe_seconds), {"--max-steps": options.probe_steps, "--epochs": 1})
     steps, epochs = timing.plan(60 * options.minutes)
     costs = f"one step {timing.step:.2f} s, one validation {timing.validation:.1f} s, one checkpoint {timing.saving:.1f} s"
     print(f"{costs}: {steps} steps in {epochs} epochs of {timing.batches}", file=sys.stderr)
@@ -88,13 +90,24 @@ def run(theirs: list[str], save: Path, trainer: type, extra: dict[str, int]) -> 
     gc.collect()
 
 
-def probing(timing: Timing, steps: int) -> type:
+class _Enough(Exception):
+    """The steps of a probe have been timed."""
+
+
+def probing(timing: Timing, seconds: float) -> type:
     """A trainer that takes a few steps, validates once and saves once."""
 
     class Probe(peer_trainer.Trainer):  # type: ignore[misc]
         def run_training(self) -> None:
             ends: list[float] = []
-            self.train_epoch(0, step_callback=lambda: ends.append(time.perf_counter()))
+
+            def count() -> None:
+                ends.append(time.perf_counter())
+                if len(ends) > 3 and ends[-1] - ends[0] > seconds:
+                    raise _Enough
+
+            with contextlib.suppress(_Enough):
+                self.train_epoch(0, step_callback=count)
             started = time.perf_counter()
             self.val_epoch(0)
             timing.validation = time.perf_counter() - started

@@ -35,7 +35,8 @@ from firesteel.evaluation.machine import machine_facts
 from firesteel.evaluation.records import RequestRecord, RoundRecord
 from firesteel.kernels.linear import wants_half
 from firesteel.prompts.conversation import Prompt
-from firesteel.prompts.template import AnsweredTurn, answer_text, encode_prompt
+from firesteel.prompts.parts import AnswerParts
+from firesteel.prompts.template import AnsweredTurn, encode_prompt
 from firesteel.recipe import Recipe, load_recipe
 from firesteel.stages import extract
 from firesteel.stages import prompts as prompts_stage
@@ -257,6 +258,7 @@ def answers(line: Line, runtime: Runtime, name: str, prompts: list[Prompt], limi
     """Greedy answers to the held-out prompts, every turn of them, with the drafter's full draft length."""
     chosen = prompts if limit is None else prompts[:: max(1, len(prompts) // limit)][:limit]
     tokenizer, settings = line.target.tokenizer, line.recipe.evaluate
+    parts = AnswerParts(tokenizer)
     records: list[RequestRecord] = []
     with line.screen.bar(f"decoding with {name}", sum(len(p.slots) for p in chosen)) as bar:
         for prompt in chosen:
@@ -271,7 +273,7 @@ def answers(line: Line, runtime: Runtime, name: str, prompts: list[Prompt], limi
                     max_new_tokens=settings.max_new_tokens,
                     eos_ids=line.target.spec.eos_ids,
                 )
-                turns.append(AnsweredTurn(found.tokens, answer_text(tokenizer, found.tokens, found.finish_reason), found.finish_reason))
+                turns.append(parts.turn(ids, found.tokens, found.finish_reason, prompt.tools))
                 rounds = [RoundRecord(r.drafted, r.accepted, None) for r in found.rounds]
                 records.append(RequestRecord(prompt.domain, f"{prompt.id}/{number}", name, 0.0, len(found.tokens), found.finish_reason, rounds))
                 bar.advance()

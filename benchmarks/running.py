@@ -16,6 +16,7 @@ import torch
 
 from firesteel.artifact import package_versions
 from firesteel.evaluation.machine import machine_facts
+from firesteel.target.server import master_command
 
 MIB = 1 << 20
 
@@ -44,9 +45,9 @@ class Master:
 
     def __init__(self, log: Path) -> None:
         self.log, self.port = log, free_port(2)
-        self._program = Path(sys.executable).parent / "mooncake_master"
-        if not self._program.is_file():
-            raise SystemExit(f"there is no {self._program}: pip install 'firesteel[mooncake]'")
+        self._command = master_command(sys.executable, self.port)
+        if not Path(self._command[0]).is_file():
+            raise SystemExit(f"there is no {self._command[0]}: pip install 'firesteel[mooncake]'")
         self.start()
 
     @property
@@ -59,9 +60,8 @@ class Master:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        command = [str(self._program), f"-rpc_port={self.port}", f"-metrics_port={self.port + 1}", "-default_kv_lease_ttl=5000"]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
         for _ in range(200):
             with socket.socket() as s:
                 if s.connect_ex(("127.0.0.1", self.port)) == 0:

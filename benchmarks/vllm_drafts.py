@@ -32,6 +32,7 @@ import httpx
 from running import facts, free_port
 
 from firesteel.cli.screen import ConsoleScreen
+from firesteel.drafters.registry import get_spec
 from firesteel.package.card import speculative_config
 from firesteel.package.load import load
 from firesteel.prompts.sources import load_sources
@@ -44,7 +45,6 @@ from firesteel.stages.prompts import spread
 from firesteel.target.loading import load_tokenizer, resolve_target
 from firesteel.target.server import Server, ServerPlan, local_url
 
-ON_CPU = ("dflash", "eagle3", "peagle")  # what vLLM's first model runner serves; the second one needs a GPU
 _PATIENCE = 600.0
 
 
@@ -176,8 +176,11 @@ def plans(a: argparse.Namespace, recipe: Recipe, package: Path, engine: Engine) 
     loaded = load(package)
     if loaded.contract is None:
         raise SystemExit(f"{package} has no contract: `firesteel convert` with --target writes one")
-    if engine.cpu and loaded.config.algorithm not in ON_CPU:
-        raise SystemExit(f"{package} holds a drafter of {loaded.config.algorithm}; vLLM on a CPU serves {', '.join(ON_CPU)}")
+    spec = get_spec(loaded.config.algorithm)
+    if spec.stitch:
+        raise SystemExit(f"{package} holds a drafter of {spec.name}, which is served from a copy of its target")
+    if engine.cpu and spec.second_runner(loaded.config):
+        raise SystemExit(f"{package} holds a drafter of {spec.name} that needs vLLM's V2 model runner, which its CPU build has not")
     speculative = speculative_config(loaded.config, loaded.contract, str(package.absolute()))
     speculative["num_speculative_tokens"] = recipe.serve.tokens or loaded.contract.speculative_tokens
     serve = recipe.serve.model_copy(update={"port": free_port()})

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from firesteel.stages.line import Bar
+from firesteel.stages.status import span
 
 _SILENCE = 60.0  # seconds that a bar without a terminal is silent at most, as long as it is told anything
 
@@ -54,11 +55,7 @@ class _PlainBar:
         """What remains at the pace so far."""
         made, due = self._done - (self._first or 0.0), self._total - self._done
         seconds = (now - self._begun) * due / made if made > 0 and due > 0 else 0.0
-        return f", about {_span(seconds)} left" if seconds >= 1 else ""
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+        return f", about {span(seconds)} left" if seconds >= 1 else ""
 
 
 class ConsoleScreen:

@@ -251,19 +251,17 @@ def _gap(predicted: Floats, outcome: Bools, index: NDArray[np.int64], bins: int)
 
 
 def _position(k: int, before: Floats, after: Floats, survived: Bools, mask: Bools, bins: int) -> CalibrationPosition:
-    rows = mask[:, k]
-    p, q, y = before[rows, k], after[rows, k], survived[rows, k]
-    some = bool(rows.any())
+    first, last = (_confidence_position(k, predicted, survived, mask, bins) for predicted in (before, after))
     return CalibrationPosition(
         position=k + 1,
-        rounds=int(rows.sum()),
-        survived=float(y.mean()) if some else None,
-        predicted_before=float(p.mean()) if some else None,
-        predicted_after=float(q.mean()) if some else None,
-        ece_before=expected_calibration_error(p, y, bins=bins),
-        ece_after=expected_calibration_error(q, y, bins=bins),
-        auc_before=area_under_curve(p, y),
-        auc_after=area_under_curve(q, y),
+        rounds=first.rounds,
+        survived=first.survived,
+        predicted_before=first.predicted,
+        predicted_after=last.predicted,
+        ece_before=first.ece,
+        ece_after=last.ece,
+        auc_before=first.auc,
+        auc_after=last.auc,
     )
 
 

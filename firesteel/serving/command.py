@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ import torch
 
 from firesteel import recipe as recipes
 from firesteel.errors import RecipeError, ResourceError
-from firesteel.target.server import CPU_BUILD, ServerPlan, ask_vllm, find_python, local_url, on_cpu
+from firesteel.target.server import CPU_BUILD, ServerPlan, ask_python, ask_vllm, find_python, local_url, on_cpu
 
 _ASK_CUDA = "import torch; print(torch.cuda.is_available())"
-_ASK_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,7 @@ def _sees_cuda(python: str) -> bool:
     """Asked there: this process's PyTorch may be one without CUDA."""
     if python == sys.executable or torch.cuda.is_available():
         return torch.cuda.is_available()
-    try:
-        done = subprocess.run([python, "-c", _ASK_CUDA], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.stdout.strip() == "True"
+    return ask_python(python, _ASK_CUDA) == "True"
 
 
 def arguments(target: recipes.Target, serve: recipes.Serve, speculative: dict[str, Any] | None) -> list[str]:

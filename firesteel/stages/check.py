@@ -65,7 +65,7 @@ def run(line: Line) -> None:
         say(f"{name}: {count:,} trainable parameters")
     _say_training(line, list(drafters), ahead)
     if recipe.target.engine == "local":
-        _say_evaluation(line, len(drafters), ahead)
+        _say_evaluation(line, len(drafters) + len(recipe.evaluate.checkpoints), ahead)
     say("check: ready; start with `firesteel run " + recipe.name + "`")
 
 

@@ -54,7 +54,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     signs = {"done": "[x]", "working": "[~]", "missing": "[ ]"}
     text = [f"run {found['run']}", "  ".join(f"{signs[state]} {name}" for name, state in found["stages"].items())]
     for name, about in found["trained"].items():
-        done = f"{about['steps']:,} steps in {_time(about['train_seconds'])}, acceptance length {about['acceptance_length']:.3f} in validation"
+        done = f"{about['steps']:,} steps in {span(about['train_seconds'])}, acceptance length {about['acceptance_length']:.3f} in validation"
         text.append(f"{name}: {about['algorithm']}, {done}; what happened is in {name}/{JOURNAL}")
     for training in found["training"]:
         text += _training(training)
@@ -75,8 +75,8 @@ def _training(training: dict[str, Any]) -> list[str]:
     if first is None:
         text.append("  no step yet")
     else:
-        eta = "" if first["eta"] is None else f", {_time(first['eta'])} to go"
-        text.append(f"  step {first['step']:,}, {first['done']:.0%} of the budget after {_time(first['seconds'])}{eta}; loss {first['loss']:.3f}")
+        eta = "" if first["eta"] is None else f", {span(first['eta'])} to go"
+        text.append(f"  step {first['step']:,}, {first['done']:.0%} of the budget after {span(first['seconds'])}{eta}; loss {first['loss']:.3f}")
         best = f"best acceptance length {first['best']:.3f} at step {first['best_step']:,}" if first["best"] else "not validated yet"
         state = f"last state: step {first['state_step']:,}" if first["state_step"] >= 0 else "no state saved yet"
         text.append(f"  {best}; {state}")
@@ -88,9 +88,9 @@ def _training(training: dict[str, Any]) -> list[str]:
         if age is None:
             quiet = f"; last heard at {time.strftime('%H:%M:%S', time.gmtime(r['time']))} by its own clock"
         elif age > _SILENT:
-            quiet = f"; nothing heard for {_time(age)}: stopped?"
+            quiet = f"; nothing heard for {span(age)}: stopped?"
         held = "" if r["held"] is None else f", {r['held']:,} tokens held or asked for"
-        text.append(f"  rank {r['rank']} on {r['host']}: {r['tokens_per_second']:,.0f} tokens/s, waited {_time(r['waited'])}{held}{quiet}")
+        text.append(f"  rank {r['rank']} on {r['host']}: {r['tokens_per_second']:,.0f} tokens/s, waited {span(r['waited'])}{held}{quiet}")
     if training["events"]:
         text.append("  of late:")
         text += [f"    {time.strftime('%H:%M:%S', time.gmtime(e['time']))} {e['text']}" for e in training["events"]]
@@ -105,7 +105,8 @@ def _about(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _time(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time in the unit that suits its length."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

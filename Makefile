@@ -1,7 +1,11 @@
 # Two commands: `make demo` runs the whole line on a real model, `make test` passes the tests.
 PYTHON ?= python3
 VENV ?= .venv
+# Tests run in this many processes, with a thread each; files stay whole.
+WORKERS ?= 2
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-fast test-slow test-hosts test-vllm vllm-env check bench bench-peers clean
@@ -10,20 +14,20 @@ demo: $(STAMP)
 	$(BIN)/firesteel run quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm and not hosts"
+	$(SHARED) -m "not slow and not vllm and not hosts"
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm and not hosts and not parity" -x
+	$(SHARED) -m "not slow and not vllm and not hosts and not parity" -x
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 # Six machines in network namespaces; needs Linux, root and iproute2.
 test-hosts: $(STAMP)
-	$(BIN)/python -m pytest -m hosts
+	$(PYTEST) -m hosts
 
 test-vllm: $(STAMP) vllm-env
-	$(BIN)/python -m pytest tests/vllm -m vllm
+	$(PYTEST) tests/vllm -m vllm
 
 vllm-env:
 	bash tests/vllm/build.sh

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -108,14 +109,31 @@ def decode_sample(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> H
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
-    """blake2b-128 over the header and over every tensor's name, dtype, shape and bytes, independent of their order."""
+    """`crc32:` and eight digits: over the header and over every tensor's name, dtype, shape and bytes, independent of their order.
+
+    It is to find damage, not forgery, at the rate of the wire and without a package that a server would have to install: CRC-32 finds
+    every run of up to 32 flipped bits and all but one in four billion other changes.
+    """
+    sum_ = 0
+    for part in _summed(tensors, header):
+        sum_ = zlib.crc32(part, sum_)
+    return f"crc32:{sum_:08x}"
+
+
+def _blake2b(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """The checksum of samples stored before there was `crc32:`."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True).encode())
+    for part in _summed(tensors, header):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _summed(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True).encode()
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        yield f"{name} {tensor.dtype} {list(tensor.shape)};".encode()
+        yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def verify(tensors: Mapping[str, Tensor], header: Mapping[str, str], where: str) -> None:
@@ -127,7 +145,7 @@ def verify(tensors: Mapping[str, Tensor], header: Mapping[str, str], where: str)
     missing = [name for name in _FIELDS if name not in header]
     if missing:
         raise HiddenStateError(f"{where} is not a file of hidden states: its header lacks {', '.join(missing)}", mend=_MEND)
-    found = checksum(tensors, header)
+    found = checksum(tensors, header) if ":" in header["checksum"] else _blake2b(tensors, header)
     if found != header["checksum"]:
         raise HiddenStateError(f"{where} is corrupt: its checksum is {found}, its header says {header['checksum']}", mend=_MEND)
     # After the checksum, so that a damaged version number is reported as damage.

@@ -44,10 +44,11 @@ class Smoke:
 
     @property
     def acceptance_within(self) -> float:
-        """The least that it can be within the answers: a server counts what it accepted behind their ends as well."""
+        """The least that it can be within the answers: a server counts what it accepted behind their ends as well, and no round in which there was
+        room for one token only, and thus nothing to draft."""
         # An answer has a token of its prompt's pass, and of each round those accepted and one more.
-        beyond = max(0, self.prompts + self.counters.drafts + self.counters.accepted - self.tokens)
-        return 1 + max(0, self.counters.accepted - beyond) / max(1, self.counters.drafts)
+        beyond = self.prompts + self.counters.drafts + self.counters.accepted - self.tokens
+        return 1 + max(0, self.counters.accepted - max(0, beyond)) / max(1, self.counters.drafts + max(0, -beyond))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,6 +152,18 @@ def test_another_format_version_is_named_as_such() -> None:
     header["format_version"] = "2"
     header["checksum"] = checksum(tensors, header)
     with pytest.raises(HiddenStateError, match="format version 2, this Firesteel reads 1"):
+        verify(tensors, header, "file")
+
+
+def test_a_sample_with_the_checksum_of_earlier_days_is_read_and_its_damage_seen() -> None:
+    tensors, header = encode_sample(make_sample(), "bf16")
+    digest = hashlib.blake2b(json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
+    header["checksum"] = digest.hexdigest()
+    verify(tensors, header, "file")
+    tensors["aux"].view(torch.uint8)[0, 0, 0] ^= 1
+    with pytest.raises(HiddenStateError, match="file is corrupt"):
         verify(tensors, header, "file")
 
 

@@ -41,7 +41,7 @@ WAYS = ("raw", "exchange", "sample")
 
 @dataclass(frozen=True)
 class States:
-    """A document's made-up states: `aux [T, 5, d]`, and `last [T, d]` at every position."""
+    """A document's made-up states in bfloat16, as a server's are: `aux [T, 5, d]`, and `last [T, d]` at every position."""
 
     token_ids: Tensor
     aux: Tensor
@@ -60,7 +60,7 @@ def tokens_of(megabytes: float, width: int) -> int:
 def make_states(tokens: int, width: int) -> States:
     generator = torch.Generator().manual_seed(tokens)
     aux, last = torch.randn(tokens, CAPTURED, width, generator=generator), torch.randn(tokens, width, generator=generator)
-    return States(torch.randint(2**15, (tokens,), generator=generator), aux, last)
+    return States(torch.randint(2**15, (tokens,), generator=generator), aux.bfloat16(), last.bfloat16())
 
 
 class Ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -70,16 +71,24 @@ def check_sample(sample: HiddenSample, *, layer_ids: tuple[int, ...], target: st
     if not bool(s.loss_mask.any()):
         _bad(s, "has no supervised token")
     for name, states in [*((f"layer {i}", s.aux[:, j]) for j, i in enumerate(layer_ids)), ("the last layer", s.last)]:
-        values = states.float()
-        if not bool(torch.isfinite(values).all()):
-            _bad(s, f"has non-finite states in {name}")
-        if bool((values == 0).all()):
-            _bad(s, f"has only zeros in {name}")
-        if bool((values.abs().amax(-1) == 0).any()):
-            _bad(s, f"has an all-zero state in {name}")
-        if values.shape[0] > 1 and bool((values == values[0]).all()):
-            _bad(s, f"has the same state at every position in {name}")
+        _check_states(s, name, states)
 
 
-def _bad(sample: HiddenSample, what: str) -> None:
+def _check_states(sample: HiddenSample, name: str, states: Tensor) -> None:
+    """`[T, d]` states of one layer. Two passes that write next to nothing: this is done with every sample, while training waits for the next."""
+    if not states.numel():
+        _bad(sample, f"has no states in {name}")
+    high, low = states.amax(-1), states.amin(-1)  # NaN in one of d numbers is NaN here
+    if not bool((torch.isfinite(high) & torch.isfinite(low)).all()):
+        _bad(sample, f"has non-finite states in {name}")
+    zero = (high == 0) & (low == 0)
+    if bool(zero.all()):
+        _bad(sample, f"has only zeros in {name}")
+    if bool(zero.any()):
+        _bad(sample, f"has an all-zero state in {name}")
+    if len(states) > 1 and bool((high == high[0]).all()) and bool((states == states[0]).all()):
+        _bad(sample, f"has the same state at every position in {name}")
+
+
+def _bad(sample: HiddenSample, what: str) -> NoReturn:
     raise HiddenStateError(f"sample {sample.key} {what}", mend="the stage `extract` makes states anew: firesteel extract RECIPE")

@@ -172,3 +172,15 @@ def test_an_empty_document_tail_encodes() -> None:
     sample.last, sample.last_positions, sample.last_lognorm = sample.last[:0], sample.last_positions[:0], None
     for codec in CODECS:
         assert decode_sample(*encode_sample(sample, codec)).last.shape == (0, 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5), (700, 3, 96), (1, 1), (0, 4), (2, 0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_in_parts_is_fp8_at_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    states = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 10 ** torch.arange(float(shape[-1])).remainder(5)).to(dtype)
+    payload, scale = encode_states(states, "fp8")
+    values = states.float()
+    wanted = (values.abs().amax(-1) / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    assert scale is not None
+    assert torch.equal(scale, wanted)
+    assert torch.equal(payload.view(torch.uint8), (values / wanted[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))

@@ -8,19 +8,25 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-slow test-hosts test-vllm vllm-env check bench bench-peers clean
+UNITS := $(filter-out tests/line/ tests/cluster/ tests/serving/ tests/parity/ tests/vllm/ tests/benchmarks/ tests/__pycache__/,$(wildcard tests/*/)) tests/test_architecture.py tests/test_artifact.py tests/test_recipe.py
+
+.PHONY: demo test test-unit test-slow test-soak test-hosts test-vllm vllm-env check bench bench-peers clean
 
 demo: $(STAMP)
 	$(BIN)/firesteel run quickstart
 
 test: $(STAMP)
-	$(SHARED) -m "not slow and not vllm and not hosts"
+	$(SHARED) -m "not slow and not soak and not vllm and not hosts"
 
-test-fast: $(STAMP)
-	$(SHARED) -m "not slow and not vllm and not hosts and not parity" -x
+# One module at a time, in this process.
+test-unit: $(STAMP)
+	$(SHARED) -m "not slow and not soak and not vllm and not hosts and not parity and not mooncake" $(UNITS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(SHARED) -m slow
+
+test-soak: $(STAMP)
+	$(PYTEST) -m soak
 
 # Six machines in network namespaces; needs Linux, root and iproute2.
 test-hosts: $(STAMP)

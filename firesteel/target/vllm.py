@@ -153,7 +153,7 @@ class VllmStates:
                     mend="do server and trainer have the same hidden.exchange folder, or the same Mooncake master? Then look at the server's log",
                 )
             await asyncio.sleep(pause)
-            pause = min(1.5 * pause, 0.1)
+            pause = min(1.25 * pause, 0.1)  # what lies there is seen a quarter of the time later, at most
         if marker.error is not None:
             kind = ResourceError if marker.again else HiddenStateError
             raise kind(f"{endpoint} could not hand over {handle}: {marker.error}")

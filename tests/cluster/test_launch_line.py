@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster_fakes import free_port
 from tiny_target import recipe_settings, save_tiny_target, write_prompts
 
@@ -69,6 +70,7 @@ def test_a_run_on_three_nodes_of_this_machine(tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_groups_train_one_drafter(tmp_path: Path) -> None:
     """A server and a trainer each, under torchrun, a rank asking its own group's server."""
     file, _ = write(tmp_path, cluster=two_groups, hidden={"feed": {"groups": 2}})

@@ -27,6 +27,7 @@ from firesteel.training.metrics import read_metrics
 
 MakeLine = Callable[..., Line]
 STAGES = ["prompts", "responses", "hidden", "train", "calibrate", "package", "evaluate"]
+QUICK = ("responses", "train", "evaluate")  # where most is lost, and the end; the others are in `make test-slow`
 ROOT = Path(__file__).parent.parent.parent
 STEPS = {"max_steps": 30, "validate_every": 10, "batch_tokens": 96, "anchors": 16, "lr": 3e-3, "compile": False, "checkpoint_minutes": 1e-6}
 
@@ -70,7 +71,7 @@ def undisturbed(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return line
 
 
-@pytest.mark.parametrize("moment", STAGES)
+@pytest.mark.parametrize("moment", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in STAGES])
 def test_killed_at_any_stage_ends_the_same(base_folder: Path, tmp_path: Path, undisturbed: Line, moment: str) -> None:
     """kill -9 as soon as a stage's working folder appears; the same recipe then finishes, without making anything twice, and with the same package."""
     settings = recipe_settings(base_folder, train=STEPS) | {"runs_dir": str(tmp_path / "killed")}

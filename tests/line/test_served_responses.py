@@ -16,7 +16,7 @@ MakeLine = Callable[..., Line]
 
 
 def served(make_line: MakeLine, name: str, urls: list[str], **sampling: Any) -> Line:
-    servers = {"urls": urls, "backoff": 0.01, "backoff_max": 0.02, "outage": 1.5, "retries": 20, "timeout": 5.0}
+    servers = {"urls": urls, "backoff": 0.01, "backoff_max": 0.02, "outage": 6.0, "retries": 20, "timeout": 5.0}
     line = make_line(responses={"engine": "endpoints", "servers": servers, **sampling})
     line.recipe.name = name
     prompts.run(line)

@@ -46,6 +46,7 @@ def prepared(base_folder: Path, folder: Path, **train: object) -> tuple[Path, Li
     return path, line
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_artifact(base_folder: Path, tmp_path: Path) -> None:
     recipe, line = prepared(base_folder, tmp_path, parallel="fsdp")
     done = subprocess.run(torchrun(recipe), cwd=ROOT, capture_output=True, text=True, check=False)

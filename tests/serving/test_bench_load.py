@@ -134,7 +134,7 @@ def test_reach_names_setting_and_mend() -> None:
 
 
 @needs_guidellm
-@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize("api", [pytest.param("chat", marks=pytest.mark.slow), "completions"])
 def test_real_guidellm_sees_the_known_speed(api: str) -> None:
     """Times may be late where other work runs, never early: bounds from below are tight."""
     texts = [f"[{i}] hello" for i in range(6)]

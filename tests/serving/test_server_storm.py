@@ -162,7 +162,7 @@ def test_a_short_storm_leaves_nothing(world: World, seconds: float) -> None:
     storm(world, seconds, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("world", [TOYS, PAGED], ids=["toys", "paged"])
 def test_ten_minutes_of_storm_leave_nothing(world: World) -> None:

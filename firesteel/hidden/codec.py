@@ -52,10 +52,11 @@ def _encode_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
     # The floor keeps an all-zero token at zero (0 / tiny * tiny) and the scale a normal number for tiny ones.
     scale = (reach / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     payload = torch.empty(states.shape, dtype=torch.float8_e4m3fn)
-    rows, out, scales = states.flatten(0, -2), payload.flatten(0, -2), scale.flatten()
+    width = states.shape[-1]
+    rows, out, scales = states.view(-1, width), payload.view(-1, width), scale.view(-1)
     # A few rows at a time, in one buffer that stays in the processor's cache: fresh memory for all would take longer than the arithmetic.
-    count = max(1, _CHUNK // max(1, states.shape[-1]))
-    buffer = torch.empty(min(count, len(rows)), states.shape[-1])
+    count = max(1, _CHUNK // width)
+    buffer = torch.empty(min(count, len(rows)), width)
     for begin in range(0, len(rows), count):
         part = buffer[: len(rows[begin : begin + count])]
         part.copy_(rows[begin : begin + count]).div_(scales[begin : begin + count, None])

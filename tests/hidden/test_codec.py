@@ -174,7 +174,7 @@ def test_an_empty_document_tail_encodes() -> None:
         assert decode_sample(*encode_sample(sample, codec)).last.shape == (0, 8)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 5), (700, 3, 96), (1, 1), (0, 4), (2, 0, 4)])
+@pytest.mark.parametrize("shape", [(3, 2, 5), (700, 3, 96), (1, 1), (7,), (0, 4), (2, 0, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_in_parts_is_fp8_at_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     states = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 10 ** torch.arange(float(shape[-1])).remainder(5)).to(dtype)

@@ -6,6 +6,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile
+QUICK := not slow and not soak and not vllm and not hosts
 STAMP := $(VENV)/.installed
 
 UNITS := $(filter-out tests/line/ tests/cluster/ tests/serving/ tests/parity/ tests/vllm/ tests/benchmarks/ tests/__pycache__/,$(wildcard tests/*/)) tests/test_architecture.py tests/test_artifact.py tests/test_recipe.py
@@ -16,11 +17,11 @@ demo: $(STAMP)
 	$(BIN)/firesteel run quickstart
 
 test: $(STAMP)
-	$(SHARED) -m "not slow and not soak and not vllm and not hosts"
+	$(SHARED) -m "$(QUICK)"
 
-# One module at a time, in this process.
+# Tests of single modules: no whole line, no cluster, no server.
 test-unit: $(STAMP)
-	$(SHARED) -m "not slow and not soak and not vllm and not hosts and not parity and not mooncake" $(UNITS)
+	$(SHARED) -m "$(QUICK) and not parity and not mooncake" $(UNITS)
 
 test-slow: $(STAMP)
 	$(SHARED) -m slow

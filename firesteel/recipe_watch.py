@@ -8,9 +8,8 @@ from firesteel.recipe_sections import Section
 
 
 class Watch(Section):
-    # Twice the usual is what a batch of one hard kind of text has late in training, and such batches are not to be left out.
     spike: float | None = Field(
-        3.0, description="A step whose loss is more than this many times the median of the last 50 steps is not taken; empty takes every step.", gt=1
+        2.0, description="A step whose loss is more than this many times the median of the last 50 steps is not taken; empty takes every step.", gt=1
     )
     spikes: int = Field(
         5, description="Steps not taken (spikes, or not finite) among the last 50 after which training goes back to the last good state, at a lower rate.", ge=1

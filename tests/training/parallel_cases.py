@@ -96,7 +96,7 @@ def train_here(folder: Path, algorithm: str, settings: dict[str, Any]) -> None:
 def launch(count: int, work: Callable[..., None], *args: Any) -> None:
     """Run `work(*args)` in `count` processes that know each other; raises what the first failing one raised."""
     # Forked from a process that has imported all of it: a new interpreter for every rank takes longer than most of the tests.
-    multiprocessing.set_forkserver_preload(["firesteel.training.loop", "firesteel.stages.train"])
+    multiprocessing.set_forkserver_preload(["firesteel.stages.train"])
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(_run, args=(count, f"{folder}/meet", work, args), nprocs=count, start_method="forkserver")
 

@@ -16,6 +16,7 @@ import torch
 
 from firesteel.artifact import package_versions
 from firesteel.evaluation.machine import machine_facts
+from firesteel.hidden.mooncake import DEBIAN
 from firesteel.target.server import master_command
 
 MIB = 1 << 20
@@ -66,6 +67,9 @@ class Master:
             with socket.socket() as s:
                 if s.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
+            if self._process.poll() is not None:
+                said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+                raise SystemExit(f"the Mooncake master ended: {said[-1]} ({DEBIAN})")
             time.sleep(0.05)
         raise SystemExit(f"the Mooncake master does not answer; its log is {self.log}")
 

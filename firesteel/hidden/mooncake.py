@@ -13,7 +13,8 @@ from firesteel.errors import ResourceError
 
 _FULL = -200
 _AGAIN = 0.1  # seconds after which what could not be fetched is tried once more
-_INSTALL = "pip install 'firesteel[mooncake]' (machines with CUDA: mooncake-transfer-engine), and Debian's libibverbs1 and librdmacm1"
+DEBIAN = "Mooncake needs libibverbs and librdmacm, on Debian: apt-get install libibverbs1 librdmacm1"
+_INSTALL = f"pip install 'firesteel[mooncake]' (machines with CUDA: mooncake-transfer-engine); {DEBIAN}"
 
 
 @dataclass(frozen=True)

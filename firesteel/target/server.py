@@ -23,6 +23,7 @@ import torch
 import firesteel
 from firesteel import recipe as recipes
 from firesteel.errors import RecipeError, ResourceError, TargetError
+from firesteel.hidden.mooncake import DEBIAN
 
 # vLLM writes no states for a sequence that comes within a token of its longest length, and generates one more.
 SPARE = 8
@@ -300,7 +301,9 @@ class Server:
         for name, process in self._running:
             if process.poll() is not None:
                 log = self.folder / ("master.log" if "master" in name else "server.log")
-                raise TargetError(f"the {name} ended with code {process.returncode}: {_last_error(log)}", mend=f"the whole log is {log}")
+                said = _last_error(log)
+                lacks = f"{DEBIAN}; " if "shared librar" in said else ""
+                raise TargetError(f"the {name} ended with code {process.returncode}: {said}", mend=f"{lacks}the whole log is {log}")
 
 
 def _alive(group: int) -> bool:

@@ -135,6 +135,12 @@ def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> No
     points = ServerPlan([sys.executable, str(tmp_path / "log.py")], {}, url)
     with pytest.raises(TargetError, match="ended with code 1: RuntimeError: Model does not support EAGLE3 interface"), Server(points, tmp_path, 30):
         pass
+    # As the loader says it of Mooncake's master where RDMA's libraries are missing.
+    lacks = "sys.exit('mooncake_master: error while loading shared libraries: libibverbs.so.1: cannot open shared object file')"
+    loads = ServerPlan(dies.command, {}, url, [sys.executable, "-c", f"import sys; {lacks}"])
+    with pytest.raises(TargetError, match="the Mooncake master ended with code 1") as caught, Server(loads, tmp_path, 30):
+        pass
+    assert "apt-get install libibverbs1 librdmacm1" in str(caught.value.mend)
     hangs = ServerPlan([sys.executable, "-c", "import time; time.sleep(60)"], {}, url)
     with pytest.raises(TargetError, match=r"no sign of life within 0\.5 s"), Server(hangs, tmp_path, 0.5):
         pass

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from firesteel.artifact import package_versions
+from firesteel.errors import MOONCAKE_LIBRARIES
 from firesteel.evaluation.machine import machine_facts
-from firesteel.hidden.mooncake import DEBIAN
 from firesteel.target.server import master_command
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ class Master:
                     return
             if self._process.poll() is not None:
                 said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise SystemExit(f"the Mooncake master ended: {said[-1]} ({DEBIAN})")
+                raise SystemExit(f"the Mooncake master ended: {said[-1]} ({MOONCAKE_LIBRARIES})")
             time.sleep(0.05)
         raise SystemExit(f"the Mooncake master does not answer; its log is {self.log}")
 

@@ -52,6 +52,9 @@ class Corrupting:
     def get(self, handle: str) -> bytes:
         return self._inner.get(handle)
 
+    def take(self, handle: str) -> tuple[Marker, bytes] | None:
+        return self._inner.take(handle)
+
     def remove(self, handle: str) -> None:
         self._inner.remove(handle)
 

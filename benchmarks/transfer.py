@@ -3,7 +3,7 @@
 A real master, started here, and two real clients of it over TCP in this process: one lends memory and puts, as a server does; the other lends none and
 gets, as a trainer does. Three ways take turns with every sample:
     raw       Mooncake's put, get and remove of the bytes
-    exchange  Firesteel's: data and marker put, the marker seen, data got and counted, both removed
+    exchange  Firesteel's: data and marker put, both taken and counted, both removed
     sample    the same with what stands before and behind it: states packed with a checksum, bytes unpacked and the checksum compared
 The last line of stdout is one JSON object; `ratio` is the median of raw seconds over the exchange's, the least of all sizes and codecs (1: as fast as
 Mooncake alone), `sample_ratio` of raw seconds over the sample's, and `bytes_ratio` the bytes of a sample in fp8 over those in bf16, the largest of all
@@ -97,12 +97,11 @@ class Ends:
             begin = time.perf_counter()
             self.lender.put(name, data)
             middle = time.perf_counter()
-            marker = self.reader.look(name)
-            found = self.reader.get(name)
+            taken = self.reader.take(name)
             end = time.perf_counter()
             self.reader.remove(name)
-            assert marker is not None, "a marker was put"
-            assert marker.size == len(found), "the marker tells the size"
+            assert taken is not None, "a marker was put"
+            assert taken[0].size == len(taken[1]), "the marker tells the size"
             return middle - begin, end - middle
 
         def sample() -> tuple[float, float]:
@@ -110,8 +109,9 @@ class Ends:
             begin = time.perf_counter()
             self.lender.put(name, states.pack(name, codec))
             middle = time.perf_counter()
-            assert self.reader.look(name) is not None, "a marker was put"
-            unpack(self.reader.get(name), name)
+            taken = self.reader.take(name)
+            assert taken is not None, "a marker was put"
+            unpack(taken[1], name)
             end = time.perf_counter()
             self.reader.remove(name)
             return middle - begin, end - middle

@@ -17,6 +17,9 @@ The command line prints these without a traceback. Anything else that reaches th
 
 from __future__ import annotations
 
+# A mend that several rooms give.
+MOONCAKE_LIBRARIES = "Mooncake needs libibverbs and librdmacm, on Debian: apt-get install libibverbs1 librdmacm1"
+
 
 class FiresteelError(Exception):
     """Base of the tree.

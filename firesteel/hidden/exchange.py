@@ -71,6 +71,13 @@ class Exchange(Protocol):
             HiddenStateError: it is not there.
         """
 
+    def take(self, handle: str) -> tuple[Marker, bytes] | None:
+        """The marker and, unless it tells of a failure, the data, in as few trips as can be; None as long as there is no marker. Deletes nothing.
+
+        Raises:
+            ResourceError, HiddenStateError: as `look` and `get`.
+        """
+
     def remove(self, handle: str) -> None:
         """Delete data and marker; nothing happens where there are none."""
 
@@ -105,6 +112,10 @@ class FolderExchange:
             return (self.folder / f"{handle}.states").read_bytes()
         except OSError as e:
             raise HiddenStateError(f"sample {handle} cannot be read: {e}", mend="is hidden.exchange the same folder on both machines?") from None
+
+    def take(self, handle: str) -> tuple[Marker, bytes] | None:
+        marker = self.look(handle)
+        return None if marker is None else (marker, b"" if marker.error is not None else self.get(handle))
 
     def remove(self, handle: str) -> None:
         for name in (f"{handle}.json", f"{handle}.states"):
@@ -177,9 +188,19 @@ class MooncakeExchange:
             raise HiddenStateError(f"sample {handle} was deleted before it was fetched", mend="set hidden.lease to more seconds")
         return found
 
+    def take(self, handle: str) -> tuple[Marker, bytes] | None:
+        # Each trip to the master and to the machine that has the object waits for a turn of a processor at every station: two trips instead of five.
+        both = self.store.get_together([f"{handle}/marker", f"{handle}/states"])
+        if both is None:
+            return None
+        said, data = both
+        marker = _read_marker(said) if said else self.look(handle)
+        if marker is None or marker.error is not None:
+            return None if marker is None else (marker, b"")
+        return marker, data or self.get(handle)
+
     def remove(self, handle: str) -> None:
-        for name in ("marker", "states"):
-            self.store.remove(f"{handle}/{name}")
+        self.store.remove_all([f"{handle}/marker", f"{handle}/states"])
 
     def close(self) -> None:
         """Leave the store; it is closed when nobody in this process uses it any more. May be called twice."""

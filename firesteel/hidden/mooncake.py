@@ -6,15 +6,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firesteel.errors import ResourceError
+from firesteel.errors import MOONCAKE_LIBRARIES, ResourceError
 
 _FULL = -200
 _AGAIN = 0.1  # seconds after which what could not be fetched is tried once more
-DEBIAN = "Mooncake needs libibverbs and librdmacm, on Debian: apt-get install libibverbs1 librdmacm1"
-_INSTALL = f"pip install 'firesteel[mooncake]' (machines with CUDA: mooncake-transfer-engine); {DEBIAN}"
+_INSTALL = f"pip install 'firesteel[mooncake]' (machines with CUDA: mooncake-transfer-engine); {MOONCAKE_LIBRARIES}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,14 @@ class MooncakeStore:
             mend="set hidden.mooncake.address on each machine, server and trainer, to the address that the other one reaches",
         )
 
+    def get_together(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Several objects at once, empty where one is not to be had; None where the first is not there.
+
+        Raises:
+            ResourceError: the master does not answer.
+        """
+        return list(self._store.get_batch(list(keys))) if self._has(keys[0]) else None
+
     def _has(self, key: str) -> bool:
         there: int = self._store.is_exist(key)
         if there < 0:
@@ -136,6 +144,10 @@ class MooncakeStore:
     def remove(self, key: str) -> None:
         """Delete an object, whether or not a reader's lease runs on it."""
         self._store.remove(key, True)
+
+    def remove_all(self, keys: Sequence[str]) -> None:
+        """The same for several, in one trip."""
+        self._store.batch_remove(list(keys), True)
 
     def close(self) -> None:
         with self._lock:

@@ -22,8 +22,7 @@ import torch
 
 import firesteel
 from firesteel import recipe as recipes
-from firesteel.errors import RecipeError, ResourceError, TargetError
-from firesteel.hidden.mooncake import DEBIAN
+from firesteel.errors import MOONCAKE_LIBRARIES, RecipeError, ResourceError, TargetError
 
 # vLLM writes no states for a sequence that comes within a token of its longest length, and generates one more.
 SPARE = 8
@@ -302,7 +301,7 @@ class Server:
             if process.poll() is not None:
                 log = self.folder / ("master.log" if "master" in name else "server.log")
                 said = _last_error(log)
-                lacks = f"{DEBIAN}; " if "shared librar" in said else ""
+                lacks = f"{MOONCAKE_LIBRARIES}; " if "shared librar" in said else ""
                 raise TargetError(f"the {name} ended with code {process.returncode}: {said}", mend=f"{lacks}the whole log is {log}")
 
 

@@ -146,7 +146,7 @@ class VllmStates:
 
     async def _wait(self, endpoint: str, handle: str, deadline: float) -> bytes:
         pause, loop = 0.002, asyncio.get_running_loop()
-        while (marker := await asyncio.to_thread(self.exchange.look, handle)) is None:
+        while (found := await asyncio.to_thread(self.exchange.take, handle)) is None:
             if loop.time() > deadline:
                 raise TargetError(
                     f"{endpoint} answered, but no states of {handle} came within {self.timeout:g} s",
@@ -154,10 +154,10 @@ class VllmStates:
                 )
             await asyncio.sleep(pause)
             pause = min(1.25 * pause, 0.1)  # what lies there is seen a quarter of the time later, at most
+        marker, data = found
         if marker.error is not None:
             kind = ResourceError if marker.again else HiddenStateError
             raise kind(f"{endpoint} could not hand over {handle}: {marker.error}")
-        data = await asyncio.to_thread(self.exchange.get, handle)
         if len(data) != marker.size:
             raise HiddenStateError(f"sample {handle} has {len(data)} bytes, its marker says {marker.size}", mend=_LOG)
         return data

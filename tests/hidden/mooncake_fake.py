@@ -57,6 +57,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Fake:
         def get(self, key: str) -> bytes:
             return b"" if fake.cut or key in fake.held else fake.objects.get(key, b"")
 
+        def get_batch(self, keys: list[str]) -> list[bytes]:
+            return [self.get(key) for key in keys]
+
+        def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+            return [self.remove(key, force) for key in keys]
+
         def remove(self, key: str, force: bool) -> int:
             assert force
             fake.objects.pop(key, None)

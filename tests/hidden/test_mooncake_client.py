@@ -42,14 +42,20 @@ def test_exchanges_of_the_same_settings_share_a_client_that_the_last_one_closes(
 def test_what_is_there_and_cannot_be_fetched_is_said_with_the_setting(fake: Fake) -> None:
     exchange = opened()
     assert exchange.look("h") is None, "nobody has left anything yet"
+    assert exchange.take("h") is None
     exchange.put("h", b"data")
     fake.held |= {"h/marker", "h/states"}
-    for ask in (exchange.look, exchange.get):
+    for ask in (exchange.look, exchange.get, exchange.take):
         with pytest.raises(ResourceError, match=r"10\.0\.0\.7:50051 knows h/.* does not give it to this one .10\.0\.0\.9, tcp.") as e:
             ask("h")
         assert "hidden.mooncake.address on each machine" in str(e.value.mend)
     fake.held.clear()
     assert exchange.look("h") == Marker(4)
+    assert exchange.take("h") == (Marker(4), b"data")
+    exchange.fail("lost", "the disk is full", again=True)
+    assert exchange.take("lost") == (Marker(0, "the disk is full", True), b"")
+    exchange.remove("h")
+    assert exchange.take("h") is None
     exchange.close()
 
 
@@ -64,7 +70,7 @@ def test_a_failure_that_passes_is_none(fake: Fake, monkeypatch: pytest.MonkeyPat
         fake.objects.pop("gone/states", None)
 
     monkeypatch.setattr(time, "sleep", passes)
-    assert exchange.get("h") == b"data"
+    assert exchange.take("h") == (Marker(4), b"data"), "what did not come with its marker is asked for by itself"
     fake.objects["gone/states"] = b"data"
     with pytest.raises(HiddenStateError, match="gone was deleted before it was fetched"):
         exchange.get("gone")

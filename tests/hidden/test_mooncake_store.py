@@ -56,9 +56,15 @@ def test_what_is_put_is_got_and_removed_at_once(ends: tuple[MooncakeExchange, Mo
     lender, reader = ends
     data = os.urandom(3 * MIB)
     assert reader.look("a") is None
+    assert reader.take("a") is None
     lender.put("a", data)
     assert reader.look("a") == Marker(len(data))
     assert reader.get("a") == data
+    assert reader.take("a") == (Marker(len(data)), data)
+    lender.fail("lost", "no room", again=True)
+    assert reader.take("lost") == (Marker(0, "no room", True), b"")
+    reader.remove("lost")
+    assert reader.look("lost") is None
     reader.remove("a")  # although the get has just begun a lease
     assert reader.look("a") is None
     for i in range(30):  # room is given back

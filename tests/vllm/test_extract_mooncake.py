@@ -11,7 +11,7 @@ from extract_cases import document, truth
 from extract_running import PYTHON, Running, free_port, need_vllm, run, running
 
 from firesteel.errors import HiddenStateError, ResourceError
-from firesteel.hidden.exchange import MooncakeExchange, open_exchange
+from firesteel.hidden.exchange import Marker, MooncakeExchange, open_exchange
 from firesteel.hidden.mooncake import MooncakeSettings, MooncakeStore
 from firesteel.hidden.sample import HiddenSample
 from firesteel.target.server import exchange_config
@@ -56,9 +56,11 @@ def test_states_equal_transformers_and_leave_nothing(server: Running, exchange: 
         def __init__(self) -> None:
             self.store, self.seen = exchange.store, list[str]()
 
-        def get(self, handle: str) -> bytes:
-            self.seen.append(handle)
-            return super().get(handle)
+        def take(self, handle: str) -> tuple[Marker, bytes] | None:
+            found = super().take(handle)
+            if found is not None:
+                self.seen.append(handle)
+            return found
 
     noting = Noting()
     # 120 documents of up to 371 tokens are more than the segment of 16 MiB holds at once in fp32: room is given back.
@@ -99,10 +101,13 @@ def test_a_damaged_object_is_found(server: Running, exchange: MooncakeExchange) 
         def __init__(self) -> None:
             self.store = exchange.store
 
-        def get(self, handle: str) -> bytes:
-            data = bytearray(super().get(handle))
+        def take(self, handle: str) -> tuple[Marker, bytes] | None:
+            found = super().take(handle)
+            if found is None:
+                return None
+            data = bytearray(found[1])
             data[-5] ^= 1
-            return bytes(data)
+            return found[0], bytes(data)
 
     with pytest.raises(HiddenStateError, match="corrupt"):
         fetch_all(server.client(Damaging()), server.url, [document(50, 3)])

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--steps", type=int, required=True, help="of each training")
     parser.add_argument("--prompts", type=int, help="held-out prompts at most, spread over the domains; all if not given")
-    a = parser.parse_args()
+    a = parser.parse_intermixed_args()
     common = [*a.overrides, "train.max_minutes=null", "train.epochs=null", f"train.max_steps={a.steps}"]
     recipe = load_recipe(a.recipe, common)
     run_verbs(SHARED, a.recipe, common)

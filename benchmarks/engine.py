@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--at-once", default="1,2,4,8,16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     levels = [int(n) for n in given.at_once.split(",")]
     line = Line(load_recipe(given.recipe, [*given.overrides, "serve.policy=fixed", f"serve.max_requests={max(levels)}", "serve.cache_gb=3"]), ConsoleScreen())
     engine = open_engine(line, given.package)

@@ -177,7 +177,7 @@ def main() -> None:
     # vLLM's own choice on a CPU is not the same for both: beside a connector it kept no core free where it otherwise does.
     spare = max(1, (os.cpu_count() or 1) - 1)
     parser.add_argument("--threads", type=int, default=spare, help="of each server, on a CPU: as many for both; all cores but one if not given")
-    a = parser.parse_args()
+    a = parser.parse_intermixed_args()
     recipe = settings(a)
     line = Line(recipe, ConsoleScreen())
     layout, engine = read_layout(recipe.target), find_engine(recipe.serve, recipe.target.vllm)

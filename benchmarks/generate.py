@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="only the last line")
-    a = parser.parse_args()
+    a = parser.parse_intermixed_args()
     line = Line(load_recipe(a.recipe, a.overrides), ConsoleScreen())
     target, recipe = line.target, line.recipe
     prompts = spread(load_sources(recipe.prompts, "train").prompts, a.prompts)

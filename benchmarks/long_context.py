@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=10, help="of each length")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     line = Line(load_recipe(given.recipe, given.overrides), ConsoleScreen())
     lengths = pick_lengths(given.lengths, line.target.spec.max_position_embeddings - given.tokens - 1, line.target.device.type == "cpu")
     texts = passages(line)

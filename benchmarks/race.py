@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arm", action="append", choices=["default", "copied"], help="settings of the peer; may be given twice")
     parser.add_argument("--prepare", action="store_true", help="stop before the first timed minute")
     parser.add_argument("--prompts", type=int, help="held-out prompts at most, spread over the domains; all if not given")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def read_documents(line: Line) -> tuple[list[Pair], int]:

@@ -206,7 +206,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--threads", type=int, help="of each server, on a CPU")
     parser.add_argument("--patience", type=float, default=_PATIENCE, help="seconds until a server must be up")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def main() -> None:

@@ -159,7 +159,9 @@ class Hidden(Section):
         description="Precision of matrix products while capturing from a float32 target on a CPU; `auto`: bfloat16 where the processor multiplies it natively.",
     )
     logits_tolerance: float = Field(
-        0.02, description="Largest allowed difference between the target's probabilities and those recomputed from stored states (total variation).", gt=0
+        0.02,
+        description="Largest difference between the target's probabilities and those recomputed from stored states (total variation), beyond rounding's.",
+        gt=0,
     )
     feed: Feed = Field(default_factory=Feed, description="How states come with hidden.store=stream, and how vLLM servers are asked for them.")
 

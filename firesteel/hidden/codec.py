@@ -23,6 +23,7 @@ CodecName = Literal["bf16", "fp32", "fp8"]
 FORMAT_VERSION = 1
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 _PAYLOAD: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+RELATIVE_ERROR: dict[str, float] = {"bf16": 2.0**-9, "fp32": 0.0, "fp8": 2.0**-4}  # the most that rounding takes of a normal number
 _CHUNK = 1 << 17  # numbers
 _MEND = "the stage `extract` makes states anew: firesteel extract RECIPE"
 _FIELDS = ("format_version", "key", "codec", "layer_ids", "target", "checksum")

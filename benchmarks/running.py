@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from firesteel.artifact import package_versions
-from firesteel.errors import MOONCAKE_LIBRARIES
 from firesteel.evaluation.machine import machine_facts
-from firesteel.target.server import master_command
+from firesteel.target.server import last_words, master_command
 
 MIB = 1 << 20
 
@@ -68,8 +67,7 @@ class Master:
                 if s.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
             if self._process.poll() is not None:
-                said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise SystemExit(f"the Mooncake master ended: {said[-1]} ({MOONCAKE_LIBRARIES})")
+                raise SystemExit("the Mooncake master ended: {}; {}".format(*last_words(self.log)))
             time.sleep(0.05)
         raise SystemExit(f"the Mooncake master does not answer; its log is {self.log}")
 

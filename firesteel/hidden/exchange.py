@@ -115,7 +115,9 @@ class FolderExchange:
 
     def take(self, handle: str) -> tuple[Marker, bytes] | None:
         marker = self.look(handle)
-        return None if marker is None else (marker, b"" if marker.error is not None else self.get(handle))
+        if marker is None:
+            return None
+        return marker, b"" if marker.error is not None else self.get(handle)
 
     def remove(self, handle: str) -> None:
         for name in (f"{handle}.json", f"{handle}.states"):
@@ -195,9 +197,9 @@ class MooncakeExchange:
             return None
         said, data = both
         marker = _read_marker(said) if said else self.look(handle)
-        if marker is None or marker.error is not None:
-            return None if marker is None else (marker, b"")
-        return marker, data or self.get(handle)
+        if marker is None:
+            return None
+        return marker, b"" if marker.error is not None else data or self.get(handle)
 
     def remove(self, handle: str) -> None:
         self.store.remove_all([f"{handle}/marker", f"{handle}/states"])

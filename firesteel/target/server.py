@@ -300,9 +300,8 @@ class Server:
         for name, process in self._running:
             if process.poll() is not None:
                 log = self.folder / ("master.log" if "master" in name else "server.log")
-                said = _last_error(log)
-                lacks = f"{MOONCAKE_LIBRARIES}; " if "shared librar" in said else ""
-                raise TargetError(f"the {name} ended with code {process.returncode}: {said}", mend=f"{lacks}the whole log is {log}")
+                said, mend = last_words(log)
+                raise TargetError(f"the {name} ended with code {process.returncode}: {said}", mend=mend)
 
 
 def _alive(group: int) -> bool:
@@ -311,6 +310,13 @@ def _alive(group: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def last_words(log: Path) -> tuple[str, str]:
+    """What the log of a process that ended says most clearly, and what to do about it."""
+    said = _last_error(log)
+    lacks = f"{MOONCAKE_LIBRARIES}; " if "libibverbs" in said or "librdmacm" in said else ""
+    return said, f"{lacks}the whole log is {log}"
 
 
 def _last_error(log: Path) -> str:

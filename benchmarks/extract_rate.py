@@ -30,7 +30,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from running import facts, free_port, quantiles
+from ports import free_port
+from running import facts, quantiles
 from transformers import AutoConfig
 
 from firesteel.cli.screen import ConsoleScreen

@@ -13,31 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from ports import free_port
 
 from firesteel.artifact import package_versions
 from firesteel.evaluation.machine import machine_facts
 from firesteel.target.server import last_words, master_command
 
 MIB = 1 << 20
-
-
-def free_port(count: int = 1) -> int:
-    """The first of `count` ports in a row at which nobody listens here now."""
-    while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            first = int(s.getsockname()[1])
-        if all(_free(port) for port in range(first, first + count)):
-            return first
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as s:
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 class Master:

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from running import facts, free_port
+from ports import free_port
+from running import facts
 
 from firesteel.cli.screen import ConsoleScreen
 from firesteel.drafters.registry import get_spec

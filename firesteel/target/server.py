@@ -40,6 +40,7 @@ _ASK_VERSION = (
     "        pass\n"
 )
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
+_GLOG = re.compile(r"^[EF]\d{4} \S+ +\d+ \S+\] ")  # errors and what ends a process, as Mooncake logs them
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ServerPlan:
     url: str
     master: list[str] = field(default_factory=list)
     setting: str = "target.vllm"  # where the recipe describes the server
+    master_ports: tuple[int, ...] = ()  # that the master will listen at
 
     def shell(self) -> str:
         """As a user would type it."""
@@ -176,10 +178,11 @@ def plan_server(
     if _runs_on_cpu(target, python, ask=link):
         more, own = on_cpu()
         command, env = [*command, *more], env | own
-    master = []
+    master: list[str] = []
+    ports: tuple[int, ...] = ()
     if hidden.transport == "mooncake" and hidden.mooncake.master is None:
-        master = master_command(python, hidden.mooncake.port)
-    return ServerPlan([*command, *v.args], env, server_url(target), master)
+        master, ports = master_command(python, hidden.mooncake.port), (hidden.mooncake.port, hidden.mooncake.port + 1)
+    return ServerPlan([*command, *v.args], env, server_url(target), master, master_ports=ports)
 
 
 def master_command(python: str, port: int) -> list[str]:
@@ -285,6 +288,17 @@ class Server:
         with contextlib.suppress(OSError):
             socket.create_connection((url.host, url.port or 80), timeout=2).close()
             raise TargetError(f"something listens at {self.plan.url} already", mend=f"set {self.plan.setting}.port to a free one, or stop what runs there")
+        for port in self.plan.master_ports:
+            with socket.socket() as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    s.bind(("0.0.0.0", port))
+                except OSError:
+                    first = self.plan.master_ports[0]
+                    raise TargetError(
+                        f"port {port} is taken, and a Mooncake master wants hidden.mooncake.port={first} and the next one for its metrics",
+                        mend="set hidden.mooncake.port to another one, or hidden.mooncake.master=HOST:PORT to use a master that runs already",
+                    ) from None
 
     def _spawn(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
         try:
@@ -320,10 +334,12 @@ def last_words(log: Path) -> tuple[str, str]:
 
 
 def _last_error(log: Path) -> str:
-    """What a log says most clearly: its last exception (vLLM's own last one only points at the cause before it), else its last line."""
+    """What a log says most clearly: its last exception (vLLM's own last one only points at the cause before it), else its first error as Mooncake
+    logs them (the later ones follow from it), else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     causes = [found.group() for line in lines if "WARNING" not in line and (found := _EXCEPTION.search(line)) and "See root cause" not in line]
-    return (causes or lines or ["it said nothing"])[-1][-400:]
+    logged = [_GLOG.sub("", line) for line in lines if _GLOG.match(line)][:1]
+    return (causes or logged or lines or ["it said nothing"])[-1][-400:]
 
 
 def _leave(number: int, _: object) -> None:

@@ -19,7 +19,8 @@ import states_server
 import transfer
 import vllm_drafts
 from feed_job import LAYERS, TARGET
-from running import free_port, quantiles
+from ports import free_port
+from running import quantiles
 
 from firesteel.evaluation.schema import Comparison
 from firesteel.hidden.sample import HiddenSample

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import transformers
+from ports import free_port
 
 from firesteel.recipe import Recipe, recipe_from_dict
 
@@ -70,13 +70,6 @@ def program(path: Path, text: str, **values: str) -> Path:
     path.write_text(text.format(python=sys.executable, **values))
     path.chmod(0o755)
     return path
-
-
-def free_port() -> int:
-    """A port that nobody has now at any of this machine's loopback addresses."""
-    with socket.socket() as s:
-        s.bind(("0.0.0.0", 0))
-        return int(s.getsockname()[1])
 
 
 def tiny_config(folder: Path) -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_fakes import free_port, recipe, settings
+from cluster_fakes import recipe, settings
+from ports import free_port
 from typer.testing import CliRunner
 
 from firesteel.cli.app import app

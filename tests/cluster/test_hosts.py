@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_fakes import free_port
 from hosts import Hosts, why_not
+from ports import free_port
 from safetensors.torch import load_file
 from tiny_target import recipe_settings, save_tiny_target, write_prompts
 
@@ -61,7 +61,7 @@ class Cluster:
         feed = {"groups": 2, "backoff": 0.2, "backoff_max": 1.0, "timeout": 15, "retries": 20, "outage": 120, "concurrency": 4}
         data = recipe_settings(
             folder,
-            hidden={"store": "stream", "transport": "mooncake", "mooncake": {"segment_gb": 0.05, "buffer_gb": 0.02, "port": free_port()}, "feed": feed},
+            hidden={"store": "stream", "transport": "mooncake", "mooncake": {"segment_gb": 0.05, "buffer_gb": 0.02, "port": free_port(2)}, "feed": feed},
             target={"engine": "vllm", "vllm": {"python": str(server), "start_timeout": 200}},
             train={"max_steps": STEPS, "validate_every": 50, "checkpoint_minutes": 0.02},
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_fakes import free_port
+from ports import free_port
 from tiny_target import recipe_settings, save_tiny_target, write_prompts
 
 from firesteel.recipe import recipe_from_dict, recipe_to_yaml

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from safetensors.torch import load_file
 
 from firesteel.cli.runner import LINE
@@ -23,18 +23,8 @@ PROGRAM = Path(__file__).parents[1] / "cluster" / "states_program.py"
 MASTER = Path(sys.executable).parent / "mooncake_master"
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def served_line(make_line: MakeLine, python: Path, transport: str) -> Line:
-    port, master = free_ports(2)
+    port, master = free_port(), free_port(2)
     line = make_line(
         target={"engine": "vllm", "device": "cpu", "vllm": {"python": str(python), "port": port}},
         hidden={"store": "stream", "transport": transport, "mooncake": {"port": master, "segment_gb": 1 / 16, "buffer_gb": 1 / 32}},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from typer.testing import CliRunner
 from vllm_fake import behave, install_fake
 
@@ -50,12 +51,6 @@ def line(packaged: Path, base_folder: Path, tmp_path: Path, monkeypatch: pytest.
         return Line(recipe_from_dict({**settings, "runs_dir": str(packaged.parent)}), QuietScreen())
 
     return make
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def expected_length(packaged: Path, tokens: int | None = None) -> float:

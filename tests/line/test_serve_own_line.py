@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 from line_screen import QuietScreen
+from ports import free_port
 from tiny_target import recipe_settings, save_tiny_target
 
 from firesteel.cli.runner import run_line
@@ -31,12 +32,6 @@ from firesteel.stages.line import Line
 from firesteel.target.session import TargetSession
 
 MakeLine = Callable[..., Line]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

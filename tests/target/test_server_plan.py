@@ -17,6 +17,7 @@ import pytest
 import transformers
 import yaml
 from click.testing import Result
+from ports import free_port
 from typer.testing import CliRunner
 
 from firesteel.cli.app import app
@@ -32,12 +33,6 @@ HEALTHY = (
     "        self.send_response(200); self.end_headers()\n"
     "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def plan_of(folder: Path, max_positions: int = 4096, layer_ids: tuple[int, ...] = (1, 2), **sections: Any) -> ServerPlan:
@@ -141,12 +136,41 @@ def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> No
     with pytest.raises(TargetError, match="the Mooncake master ended with code 1") as caught, Server(loads, tmp_path, 30):
         pass
     assert "apt-get install libibverbs1 librdmacm1" in str(caught.value.mend)
+    # As Mooncake's master ends: what is wrong stands before the last lines.
+    says = (
+        "I1201 02:48:20.6 772 master_service.cpp:2596] Task cleanup thread started\n"
+        "E1201 02:48:20.629102   759 master_admin_service.cpp:269] Failed to start master admin server on 0.0.0.0:41001: Address already in use\n"
+        "E1201 02:48:20.629135   759 master.cpp:1651] Failed to start master admin server\n"
+        "I1201 02:48:20.629407   772 master_service.cpp:2619] Task cleanup thread stopped\n"
+    )
+    busy = ServerPlan(dies.command, {}, url, [sys.executable, "-c", f"import sys; sys.exit({says!r})"])
+    with (
+        pytest.raises(TargetError, match=r"code 1: Failed to start master admin server on 0\.0\.0\.0:41001: Address already in use"),
+        Server(busy, tmp_path, 30),
+    ):
+        pass
     hangs = ServerPlan([sys.executable, "-c", "import time; time.sleep(60)"], {}, url)
     with pytest.raises(TargetError, match=r"no sign of life within 0\.5 s"), Server(hangs, tmp_path, 0.5):
         pass
     missing = ServerPlan(dies.command, {}, url, ["/no/such/mooncake_master"])
     with pytest.raises(ResourceError, match="the Mooncake master cannot be started"), Server(missing, tmp_path, 5):
         pass
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_taken_port_of_the_master_is_named_before_anything_starts(tmp_path: Path, which: int) -> None:
+    port = free_port(2)
+    plan = plan_of(tmp_path, target={"vllm": {"port": free_port()}}, hidden={"store": "stream", "transport": "mooncake", "mooncake": {"port": port}})
+    assert plan.master_ports == (port, port + 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + which))
+        taken.listen()
+        with (
+            pytest.raises(TargetError, match=f"port {port + which} is taken, and a Mooncake master wants hidden.mooncake.port={port}"),
+            Server(plan, tmp_path, 5),
+        ):
+            pass
+    assert not (tmp_path / "master.log").exists()
 
 
 @pytest.mark.parametrize("who", ["server", "Mooncake master"])

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from parallel_cases import make_job
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from firesteel import recipe as recipes
@@ -23,12 +24,6 @@ from firesteel.recipe import Recipe
 from firesteel.stages import status as stage
 from firesteel.training.loop import train
 from firesteel.training.status import Status, endpoints_of, read_status
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def recipe_in(folder: Path) -> Recipe:

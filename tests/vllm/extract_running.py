@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from extract_cases import LAYER_IDS, LAYERS, POSITIONS, save_served_target
+from ports import free_port
 from transformers import LlamaForCausalLM
 
 from firesteel.hidden.exchange import Exchange, open_exchange
@@ -28,12 +28,6 @@ LONGEST = 400
 def need_vllm() -> None:
     if not PYTHON.is_file():
         pytest.skip(f"there is no environment with vLLM at {PYTHON.parent.parent} (make vllm-env)")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass

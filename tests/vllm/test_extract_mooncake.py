@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from extract_cases import document, truth
-from extract_running import PYTHON, Running, free_port, need_vllm, run, running
+from extract_running import PYTHON, Running, need_vllm, run, running
+from ports import free_port
 
 from firesteel.errors import HiddenStateError, ResourceError
 from firesteel.hidden.exchange import Marker, MooncakeExchange, open_exchange
@@ -27,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not (PYTHON.parent / "mooncake_master").is_file():
         pytest.skip("Mooncake is not installed in vLLM's environment")
     torch.set_num_threads(1)
-    mooncake = {"port": free_port(), "segment_gb": 1 / 64, "buffer_gb": 1 / 64}
+    mooncake = {"port": free_port(2), "segment_gb": 1 / 64, "buffer_gb": 1 / 64}
     hidden = {"transport": "mooncake", "mooncake": mooncake}
     with running(tmp_path_factory.mktemp("mooncake"), hidden, ["--max-num-batched-tokens", "96"], devices=2) as found:
         yield found

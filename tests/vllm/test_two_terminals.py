@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from extract_running import PYTHON, free_port
+from extract_running import PYTHON
 from line_screen import QuietScreen
+from ports import free_port
 
 from firesteel.cli.runner import LINE
 from firesteel.package.load import describe
@@ -81,7 +82,7 @@ def test_the_page_from_prompts_to_package(transport: str, counting: Path, tmp_pa
         pytest.importorskip("mooncake.store", reason="Mooncake is not installed here: pip install 'firesteel[mooncake]'", exc_type=ImportError)
         if not (PYTHON.parent / "mooncake_master").is_file():
             pytest.skip("Mooncake is not installed in vLLM's environment")
-        hidden["mooncake"] = {"port": free_port(), "segment_gb": 1 / 16, "buffer_gb": 1 / 64}
+        hidden["mooncake"] = {"port": free_port(2), "segment_gb": 1 / 16, "buffer_gb": 1 / 64}
     recipe = load_recipe(str(write_recipe(tmp_path, counting, hidden)))
     assert (recipe.target.engine, recipe.hidden.store, recipe.drafter.algorithm) == ("vllm", "stream", "dflash")
     line = Line(recipe, QuietScreen())

@@ -54,8 +54,9 @@ class Completions:
         self._models: dict[str, str] = {}
         key = _api_key(settings.api_key_env)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # The pool bounds what is under way and how long.
-        self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), headers=headers, trust_env=False, transport=transport)
+        # The pool bounds what is under way and how long. A connection for each request: a kept one may be closed by the server while it is asked.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False, transport=transport)
 
     async def answer(self, endpoint: str, ask: Ask) -> Answer:
         """One answer.

@@ -56,7 +56,8 @@ class VllmStates:
         self.codec, self.timeout, self.head = codec, timeout, head
         self._models: dict[str, str] = {}
         # The pool of endpoints bounds what is under way; a proxy would stand between machines of one cluster.
-        self._http = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), trust_env=False)
+        # A connection for each request: servers close kept ones after seconds (vLLM after five), and whoever asks in that moment gets no answer.
+        self._http = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), trust_env=False)
 
     async def fetch(self, endpoint: str, token_ids: Sequence[int], loss_mask: Sequence[bool], key: str) -> HiddenSample:
         """The states of a document, checked. Nothing of it is left in the exchange.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import socket
 import sys
 import time
@@ -62,6 +64,28 @@ def test_a_sample_comes_whole_and_nothing_of_it_stays(tmp_path: Path, codec: str
     assert float((sample.last.float() - wanted[[2, 3, 4, 7, 8], IDS.index(4)]).abs().max()) <= bound
     assert (sample.key, sample.target, sample.layer_ids, sample.last_lognorm) == ("doc", "fingerprint", (1, 2), None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_closes_kept_connections_is_no_trouble(tmp_path: Path) -> None:
+    """As vLLM does after five seconds, also while the next request is under way: whoever sends it there is told nothing but that it was reset."""
+    bodies = {"/v1/models": {"data": [{"id": "tiny"}]}, "/v1/completions": {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}]}}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if "content-length: " in head:
+            await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
+        body = json.dumps(bodies[head.split()[1]]).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: keep-alive\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1)  # the next request, not answered
+        writer.transport.abort()
+
+    async def job(states: VllmStates) -> list[dict[int, float]]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            return await states.logprobs("http://{}:{}".format(*server.sockets[0].getsockname()), [1, 2])
+
+    assert run(client(tmp_path), job) == [{7: -0.5}]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from firesteel.errors import ResourceError, TemplateError
 from firesteel.hidden.stores import predict_bytes
 from firesteel.prompts.conversation import Prompt
-from firesteel.prompts.sources import Loaded, load_sources
+from firesteel.prompts.sources import Loaded
 from firesteel.prompts.template import prompt_tokens
 from firesteel.stages.line import Line
 
@@ -52,7 +52,7 @@ def forecast(line: Line) -> Forecast:
         DataError: prompts cannot be read.
     """
     recipe, spec = line.recipe, line.target.spec
-    train, held_out = (load_sources(recipe.prompts, split) for split in ("train", "eval"))
+    train, held_out = (line.sources(split) for split in ("train", "eval"))
     synthetic = sum(s.synthesize or 0 for s in recipe.prompts.sources)
     length = _length(line, (train.prompts or held_out.prompts)[:_SAMPLE])
     new, longest, samples = recipe.responses.max_new_tokens, recipe.hidden.max_length, recipe.responses.samples

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from firesteel.artifact import Artifact, ArtifactWriter, is_current, make_key, open_artifact
 from firesteel.drafters.registry import get_spec
 from firesteel.errors import RecipeError
 from firesteel.hidden.weights import weights_digest
+from firesteel.prompts.sources import Loaded, load_sources
 from firesteel.recipe import Recipe
 from firesteel.target.front import load_front
 from firesteel.target.local import LocalTarget, load_target
@@ -51,6 +52,7 @@ class Line:
     world: World = ALONE
     timings: dict[str, float] = field(default_factory=dict)
     _session: TargetSession | None = None
+    _sources: dict[Literal["train", "eval"], Loaded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         module = self.recipe.drafter.module
@@ -86,6 +88,16 @@ class Line:
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
         return pick_layer_ids(self.recipe, self.target.spec.num_layers)
+
+    def sources(self, split: Literal["train", "eval"]) -> Loaded:
+        """The rows of prompts.sources of a split; they are read once, until `forget_sources`."""
+        if split not in self._sources:
+            self._sources[split] = load_sources(self.recipe.prompts, split)
+        return self._sources[split]
+
+    def forget_sources(self) -> None:
+        """Give back their memory."""
+        self._sources.clear()
 
     def decoding_session(self, layer_ids: tuple[int, ...], length: int) -> TargetSession:
         """A decoding session of the target; drafters with the same layers share it, so that its packed weights exist once."""

@@ -13,7 +13,7 @@ from firesteel.errors import DataError, RecipeError
 from firesteel.prompts.conversation import Prompt, prompt_from_row
 from firesteel.prompts.dedupe import dedupe
 from firesteel.prompts.dropped import Dropped
-from firesteel.prompts.sources import BUILTIN_FOLDER, load_sources
+from firesteel.prompts.sources import BUILTIN_FOLDER
 from firesteel.prompts.synthesis import UNSEEDED, accept_synthesized, continuation, draw_seed, synthesis_prefix
 from firesteel.prompts.template import keep_fitting
 from firesteel.prompts.trial import hides_tools, try_template
@@ -36,7 +36,10 @@ def run(line: Line) -> Artifact:
     """Read, check, synthesise, dedupe and split the prompts."""
     recipe = line.recipe
     settings = {"prompts": recipe.prompts.model_dump(), "seed": recipe.seed, "target": target_settings(line), "data": _source_hashes(line)}
-    return line.stage(NAME, settings, {}, lambda writer: _make(line, writer), drop=(_WORK,))
+    try:
+        return line.stage(NAME, settings, {}, lambda writer: _make(line, writer), drop=(_WORK,))
+    finally:
+        line.forget_sources()
 
 
 def read_prompts(artifact: Artifact, split: str) -> list[Prompt]:
@@ -67,8 +70,8 @@ def _make(line: Line, writer: ArtifactWriter) -> dict[str, Any]:
     dropped, notes = Dropped(), Dropped()
     loaded: dict[str, list[Prompt]] = {}
     for split in ("train", "eval"):
-        found = load_sources(settings, split)
-        loaded[split] = found.prompts
+        found = line.sources(split)
+        loaded[split] = list(found.prompts)
         dropped.merge(found.dropped)
         notes.merge(found.notes)
     given, kept = {split: list(rows) for split, rows in loaded.items()}, KeptAnswers(writer / _WORK, line.target.spec.fingerprint)

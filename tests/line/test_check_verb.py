@@ -11,7 +11,9 @@ import pytest
 from firesteel.cli.runner import run_line
 from firesteel.errors import ResourceError
 from firesteel.hidden.stores import DiskStore
+from firesteel.prompts.sources import load_sources
 from firesteel.stages import check, extract, forecast, prompts, respond
+from firesteel.stages import line as stages_line
 from firesteel.stages.line import Line
 
 MakeLine = Callable[..., Line]
@@ -139,6 +141,19 @@ def test_answers_that_may_be_too_long_for_the_disk_are_a_warning(make_line: Make
     forecast.check_room_ahead(line)
     (warning,) = [text for text in line.screen.lines if text.startswith("warning: hidden states may take")]  # type: ignore[attr-defined]
     assert "if every answer is as long as responses.max_new_tokens allows" in warning
+
+
+def test_a_run_reads_its_sources_once(make_line: MakeLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million rows take minutes to read."""
+    read = []
+    monkeypatch.setattr(stages_line, "load_sources", lambda settings, split: read.append(split) or load_sources(settings, split))
+    line = make_line()
+    forecast.check_room_ahead(line)
+    prompts.run(line)
+    assert read == ["train", "eval"]
+    line.recipe.prompts.sources[0].limit = 20
+    prompts.run(line)
+    assert read == ["train", "eval"] * 2, "nothing is kept from before"
 
 
 @pytest.mark.parametrize("store", ["memory", "stream"])

@@ -119,10 +119,11 @@ def run_phase(a: argparse.Namespace, servers: tuple[ServerPlan, ServerPlan], pha
             texts = asyncio.run(closed_loop(client, asks.prompts[: a.texts], 1))[2]
             found.texts.setdefault(name, texts)
         for number, level in enumerate(a.levels):
-            prompts = asks.unread(max(a.least, a.requests * level))
             names = list(clients) if (turn + number) % 2 == 0 else list(reversed(clients))
             for name in names:
                 asyncio.run(closed_loop(clients[name], asks.unread(level), level))  # so many at once for the first time
+                # Unread by this server in the other way, too: what it has read for one it would not read again for the other.
+                prompts = asks.unread(max(a.least, a.requests * level))
                 before = scrape(clients[name].url, {}, _PATIENCE)
                 tokens, seconds, _ = asyncio.run(closed_loop(clients[name], prompts, level))
                 served = between(before, scrape(clients[name].url, {}, _PATIENCE), name)

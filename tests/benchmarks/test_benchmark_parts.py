@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,26 @@ def test_loads_begin_with_tokens_of_their_own() -> None:
     assert [p[1:] for p in first] == [[1, 2], [3], [1, 2]]
     assert len({p[0] for p in (*first, *second)}) == 6
     assert all(16 <= p[0] < 64 for p in (*first, *second))
+
+
+def test_no_server_reads_a_timed_prompt_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not for the other way of asking it either: its cache of beginnings would help the second."""
+    asked: dict[str, list[tuple[int, ...]]] = {}
+
+    async def closed_loop(client: vllm_drafts.Client, prompts: list[list[int]], at_once: int) -> tuple[int, float, list[str]]:
+        asked.setdefault(client.url, []).extend(tuple(p) for p in prompts if p[0] >= 16)  # salted: not the texts that are compared
+        return 8 * len(prompts), 1.0, ["" for _ in prompts]
+
+    monkeypatch.setattr(vllm_drafts, "Server", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(vllm_drafts, "model_of", lambda url: url)
+    monkeypatch.setattr(vllm_drafts, "closed_loop", closed_loop)
+    monkeypatch.setattr(vllm_drafts, "scrape", lambda *_: None)
+    monkeypatch.setattr(vllm_drafts, "between", lambda *_: argparse.Namespace(drafting=None))
+    given = argparse.Namespace(patience=1.0, tokens=8, texts=2, levels=[1, 4], least=6, requests=2)
+    servers = (ServerPlan([], {}, "http://ours"), ServerPlan([], {}, "http://vllm"))
+    vllm_drafts.run_phase(given, servers, "plain", 0, vllm_drafts.Asks([[1, 2], [3]], vocab=4096), tmp_path, vllm_drafts.Found())
+    assert {url: len(prompts) for url, prompts in asked.items()} == {"http://ours": 2 * (1 + 6 + 4 + 8), "http://vllm": 1 + 6 + 4 + 8}
+    assert all(len(set(prompts)) == len(prompts) for prompts in asked.values())
 
 
 def test_fp8_over_bf16() -> None:

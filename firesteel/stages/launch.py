@@ -91,9 +91,8 @@ def make_processes(recipe: Recipe, topology: Topology, launcher: str) -> list[Pr
     for spot in topology.servers:
         found += [_server(recipe, topology, spot, rank, layout, launcher) for rank in range(len(spot.nodes))]
     if topology.master is not None:
-        master = _plan(recipe, topology, topology.servers[0], topology.master, layout, launcher, own_master=True).master
-        ports = (recipe.hidden.mooncake.port, recipe.hidden.mooncake.port + 1)
-        found.insert(0, Process("master", "master", topology.master, tuple(master), recipe.cluster.env.master, ports=ports))
+        plan = _plan(recipe, topology, topology.servers[0], topology.master, layout, launcher, own_master=True)
+        found.insert(0, Process("master", "master", topology.master, tuple(plan.master), recipe.cluster.env.master, ports=plan.master_ports))
     trainers = topology.trainers
     if recipe.cluster.verb == "extract":  # one process lists the documents and checks the states of a few
         trainers = (replace(trainers[0], processes=1),)

@@ -52,7 +52,11 @@ class ServerPlan:
     url: str
     master: list[str] = field(default_factory=list)
     setting: str = "target.vllm"  # where the recipe describes the server
-    master_ports: tuple[int, ...] = ()  # that the master will listen at
+
+    @property
+    def master_ports(self) -> tuple[int, ...]:
+        """That the master will listen at, by its command; none where there is none to start."""
+        return tuple(int(word.partition("_port=")[2]) for word in self.master if "_port=" in word)
 
     def shell(self) -> str:
         """As a user would type it."""
@@ -178,11 +182,10 @@ def plan_server(
     if _runs_on_cpu(target, python, ask=link):
         more, own = on_cpu()
         command, env = [*command, *more], env | own
-    master: list[str] = []
-    ports: tuple[int, ...] = ()
+    master = []
     if hidden.transport == "mooncake" and hidden.mooncake.master is None:
-        master, ports = master_command(python, hidden.mooncake.port), (hidden.mooncake.port, hidden.mooncake.port + 1)
-    return ServerPlan([*command, *v.args], env, server_url(target), master, master_ports=ports)
+        master = master_command(python, hidden.mooncake.port)
+    return ServerPlan([*command, *v.args], env, server_url(target), master)
 
 
 def master_command(python: str, port: int) -> list[str]:
@@ -288,17 +291,11 @@ class Server:
         with contextlib.suppress(OSError):
             socket.create_connection((url.host, url.port or 80), timeout=2).close()
             raise TargetError(f"something listens at {self.plan.url} already", mend=f"set {self.plan.setting}.port to a free one, or stop what runs there")
-        for port in self.plan.master_ports:
-            with socket.socket() as s:
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    s.bind(("0.0.0.0", port))
-                except OSError:
-                    first = self.plan.master_ports[0]
-                    raise TargetError(
-                        f"port {port} is taken, and a Mooncake master wants hidden.mooncake.port={first} and the next one for its metrics",
-                        mend="set hidden.mooncake.port to another one, or hidden.mooncake.master=HOST:PORT to use a master that runs already",
-                    ) from None
+        for port in filter(_taken, self.plan.master_ports):
+            raise TargetError(
+                f"port {port} is taken, and a Mooncake master wants hidden.mooncake.port={self.plan.master_ports[0]} and the next one for its metrics",
+                mend="set hidden.mooncake.port to another one, or hidden.mooncake.master=HOST:PORT to use a master that runs already",
+            )
 
     def _spawn(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
         try:
@@ -316,6 +313,17 @@ class Server:
                 log = self.folder / ("master.log" if "master" in name else "server.log")
                 said, mend = last_words(log)
                 raise TargetError(f"the {name} ended with code {process.returncode}: {said}", mend=mend)
+
+
+def _taken(port: int) -> bool:
+    """Whether nobody else can listen at the port, at some address of this machine; connections that have ended there are no obstacle."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("0.0.0.0", port))
+        except OSError:
+            return True
+        return False
 
 
 def _alive(group: int) -> bool:

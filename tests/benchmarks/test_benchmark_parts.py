@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import codec
 import engine as engine_script
 import extract_rate
 import long_context
+import pytest
 import soak_parts
 import states_server
+import torch
 import transfer
 import vllm_drafts
 from feed_job import LAYERS, TARGET
@@ -132,10 +129,17 @@ def test_samples_have_the_megabytes_that_are_asked_for_and_fp8_halves_them() -> 
 
 def test_the_plain_server_is_the_same_but_for_what_extracts() -> None:
     command = ["python", "-m", "vllm", "--host", "0.0.0.0", "--port", "8000", "--dtype", "float32", "--no-enable-prefix-caching"]
-    extracting = ServerPlan([*command, "--speculative-config", "{}", "--kv-transfer-config", "{}", "--x"], {"A": "1"}, "http://127.0.0.1:8000", ["master"])
+    extracting = ServerPlan(
+        [*command, "--speculative-config", "{}", "--kv-transfer-config", "{}", "--x"],
+        {"A": "1"},
+        "http://127.0.0.1:8000",
+        ["master", "-rpc_port=1", "-metrics_port=2"],
+    )
     plain = extract_rate.without_extraction(extracting, 9000)
     assert plain.command == [*command[:6], "9000", *command[7:], "--x"]
     assert (plain.env, plain.url, plain.master) == ({"A": "1"}, "http://127.0.0.1:9000", [])
+    assert plain.master_ports == (), "they are the first server's, and taken"
+    assert extracting.master_ports == (1, 2)
     assert "8000" in extracting.command
 
 

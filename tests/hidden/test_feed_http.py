@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,15 +10,13 @@ from pathlib import Path
 
 import pytest
 from feed_cases import check, make_sample, make_works, quick
+from sample_client import HttpSamples
+from sample_server import SampleServer
 
 from firesteel.endpoints.roster import Roster
 from firesteel.errors import TargetError
 from firesteel.hidden.feed import SampleFeed
 from firesteel.hidden.stores import DiskStore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from sample_client import HttpSamples
-from sample_server import SampleServer
 
 WORKS = make_works([20 + i % 7 for i in range(24)])
 

@@ -105,9 +105,15 @@ def extract_server(
 
 
 @app.command()
-def train(recipe: RecipeName, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="ALGORITHM", help="Train only this one of the recipe's drafters; other processes train the others.")
+    ] = None,
+) -> None:
     """Train the drafter (and those to compare it with)."""
-    _stage("train", recipe, overrides)
+    _call("firesteel.cli.runner", "run_verb", "train", load_recipe(recipe, overrides or []), only)
 
 
 @app.command()

@@ -37,8 +37,8 @@ LINE: list[tuple[str, Callable[[Line], Any]]] = [
 ]
 
 
-def run_verb(verb: str, recipe: Recipe) -> None:
-    """Run one verb of the command line."""
+def run_verb(verb: str, recipe: Recipe, only: str | None = None) -> None:
+    """Run one verb of the command line; `train` with `only` trains that one of the recipe's drafters."""
     _quiet()
     verbs: dict[str, Callable[[Line], Any]] = {**dict(LINE), "run": run_line, "check": check.run, "report": evaluate.show}
     if verb not in verbs:
@@ -48,7 +48,7 @@ def run_verb(verb: str, recipe: Recipe) -> None:
         if verb == "train":  # a compared drafter that cannot be must not be found out after the first one's hours
             preflight(line)
         with disk_errors(line.folder):
-            verbs[verb](line)
+            verbs[verb](line, **({} if only is None else {"only": only}))
 
 
 def serve_states(recipe: Recipe, dry_run: bool) -> None:

@@ -49,9 +49,14 @@ def artifact_name(line: Line, algorithm: str) -> str:
     return NAME if algorithm == line.recipe.drafter.algorithm else f"{NAME}-{algorithm}"
 
 
-def run(line: Line) -> list[Artifact]:
-    """Train every drafter that the recipe asks for."""
-    for algorithm in algorithms(line):
+def run(line: Line, only: str | None = None) -> list[Artifact]:
+    """Train every drafter that the recipe asks for, or `only` one of them: each has an artifact of its own, so several processes can share the work."""
+    chosen = algorithms(line)
+    if only is not None:
+        if only not in chosen:
+            raise RecipeError(f"--only={only}: the recipe trains {', '.join(chosen)}", mend="name one of these, or add it to evaluate.compare")
+        chosen = [only]
+    for algorithm in chosen:
         if line.world.context > 1 and not get_spec(algorithm).shares_context:
             raise RecipeError(
                 f"train.context_ranks={line.world.context}: {algorithm} does not train on parts of a batch, only drafters of blocks do",
@@ -60,7 +65,7 @@ def run(line: Line) -> list[Artifact]:
     hidden = extract.open_hidden(line)
     # Reading every sample takes as long as the disk does: once for all drafters, and only if one has a reduced vocabulary.
     counts = cache(lambda: line.world.tell(_counts(line, hidden) if line.world.first else torch.empty(0)))
-    return [_run_one(line, hidden, a, counts) for a in algorithms(line)]
+    return [_run_one(line, hidden, a, counts) for a in chosen]
 
 
 @dataclass

@@ -19,7 +19,7 @@ if sys.argv[1] == "-c":
     raise SystemExit
 flags = dict(zip(sys.argv[1:], sys.argv[2:]))
 print("server", flags["--port"], os.environ.get("PYTHONPATH", ""), flush=True)
-if os.environ.get("FAKE_DIES") == flags["--port"]:
+if os.environ.get("FAKE_DIES") == flags["--host"]:
     print("ValueError: no room on the device", flush=True)
     raise SystemExit(3)
 if "FAKE_DIES_LATER" in os.environ:

@@ -235,6 +235,11 @@ class Drafter(Section):
         description="`random`; `target` starts the layers from the target's own last layers; or the folder of a checkpoint to go on from "
         "(the same algorithm, or dspark and dflash2 from a dflash).",
     )
+    carry: bool = Field(
+        False,
+        description="With init=target, and without meaning otherwise: the first layer starts by handing the newest captured state over to every slot "
+        "(dspark, dflash, dflash2; an EAGLE drafter has that state anyway): its num_kv_heads * head_dim strongest directions, or all of it.",
+    )
     mask_token_id: int | None = Field(None, description="Token that fills unknown slots; empty picks an unused or special token of the target.")
     mla: Mla = Field(default_factory=Mla, description="Sizes of drafter.backbone=mla.")
     dflash2: DFlash2 = Field(default_factory=DFlash2, description="What only dflash2 has.")

@@ -9,6 +9,7 @@ start the same number of steps reaches more (docs/learning-log.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ _COPIED = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 )
+_KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _COPIED_IF_THERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
@@ -51,6 +53,7 @@ def init_random(drafter: nn.Module) -> None:
 def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]], final_norm: Tensor | None = None, *, feature: int | None = None) -> None:
     """Copy decoder layers of the target, and its final norm, into the drafter.
 
+    A drafter with as many query heads as the target and a multiple of its key/value heads gets each of those several times: the same function.
     A target without q/k norms leaves the drafter's at 1; biases of the target's projections have no counterpart and are left out.
 
     Args:
@@ -65,6 +68,7 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
     mend = "set drafter.init=random, or take the target's sizes (drafter.intermediate_size, num_heads, num_kv_heads, head_dim empty)"
     own = dict(drafter.named_parameters())
     count = len({name.split(".")[1] for name in own if name.startswith("layers.")})
+    head_dim = int(cast(Any, drafter.config).head_dim)
     if not {"fc.weight", "norm.weight"} <= own.keys() or not count:
         raise RecipeError("drafter.init=target: this drafter has no layers that a target's could be copied into", mend="set drafter.init=random")
     if len(layers) != count:
@@ -84,7 +88,10 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
                     f"drafter.init=target: the target's layers have {name}, the drafter's do not",
                     mend="set drafter.eagle.layer_style=qwen3, or drafter.init=random",
                 )
-            pairs.append((full, own[full], _beside_embedding(own[full], source[name])))
+            value = source[name]
+            if name in _KEYS_VALUES:
+                value = _for_more_heads(value, own[full].shape[0], source["self_attn.q_proj.weight"].shape[0], head_dim)
+            pairs.append((full, own[full], _beside_embedding(own[full], value)))
     if final_norm is not None:
         pairs.append(("norm.weight", own["norm.weight"], _CALM * final_norm))
     if feature is not None:
@@ -106,3 +113,10 @@ def _beside_embedding(parameter: Tensor, value: Tensor) -> Tensor:
     if parameter.ndim == 2 and parameter.shape == (value.shape[0], 2 * value.shape[1]):
         return torch.cat([torch.zeros_like(value), value], dim=1)
     return value
+
+
+def _for_more_heads(value: Tensor, rows: int, query_rows: int, head_dim: int) -> Tensor:
+    """Keys' or values' projection `[Hkv * D, h]` with each head repeated until there are `rows`; as it is where that is no whole number of times."""
+    if rows <= value.shape[0] or rows % value.shape[0] or query_rows % rows or value.shape[0] % head_dim:
+        return value
+    return value.unflatten(0, (-1, head_dim)).repeat_interleave(rows // value.shape[0], dim=0).flatten(0, 1)

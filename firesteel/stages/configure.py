@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from firesteel import recipe as recipes
+from firesteel.batches.batch import Batch
+from firesteel.drafters.block import BlockDrafter
 from firesteel.drafters.build import TargetFacts, make_config
+from firesteel.drafters.carry import carry_state
 from firesteel.drafters.config import DraftConfig
 from firesteel.drafters.init import init_from_target
 from firesteel.drafters.registry import get_spec
@@ -92,7 +97,7 @@ def _rehearse(line: Line, algorithm: str) -> int:
         drafter = spec.build(config)
     check_tensors(drafter.state_dict(), drafter_keys(config), what=f"drafter.algorithm={algorithm}: the module")
     if settings.init == "target":
-        start_from_target(line, drafter, config)
+        start_from_target(line, drafter, config)  # without `drafter.carry`: that wants states, and fits whatever these fit
     if warm is not None:
         check_weights(drafter, warm.tensors, settings.init)
     return sum(p.numel() for p in drafter.parameters())
@@ -110,8 +115,11 @@ def _check_lengths(recipe: recipes.Recipe, config: DraftConfig) -> None:
             )
 
 
-def start_from_target(line: Line, drafter: nn.Module, config: DraftConfig) -> None:
+def start_from_target(line: Line, drafter: nn.Module, config: DraftConfig, samples: Sequence[Batch] = ()) -> None:
     """With `drafter.init=target`: copy the target's last layers into a new drafter. Algorithms that start otherwise are left as they are.
+
+    Args:
+        samples: batches to learn from what captured states look like; with `drafter.carry` the first layer then hands the newest over.
 
     Raises:
         RecipeError: the target's layers do not fit the drafter's.
@@ -121,6 +129,9 @@ def start_from_target(line: Line, drafter: nn.Module, config: DraftConfig) -> No
     first = first_copied_layer(line.target.spec.num_layers, config)
     feature = config.layer_ids.index(first) if first in config.layer_ids else len(config.layer_ids) - 1
     init_from_target(drafter, line.target.layer_weights(first, config.num_layers), line.target.norm_weight, feature=feature)
+    if line.recipe.drafter_of(config.algorithm).carry and isinstance(drafter, BlockDrafter) and samples:
+        right = carry_state(drafter, samples, line.target.head.embed, feature=feature)
+        line.screen.say(f"{config.algorithm}: starts from the target's layers; the first hands the newest state over ({right:.1%} of the keys right)")
 
 
 def first_copied_layer(target_layers: int, config: DraftConfig) -> int:

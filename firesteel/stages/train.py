@@ -119,7 +119,7 @@ def make_job(
         torch.manual_seed(recipe.seed)
         drafter = get_spec(config.algorithm).build(config).to(line.target.device)
         if init == "target":
-            start_from_target(line, drafter, config)
+            start_from_target(line, drafter, config, held_out)
         job = TrainJob(
             drafter,
             make_tables(line.target.head, vocab),

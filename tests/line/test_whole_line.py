@@ -81,7 +81,10 @@ def test_answers_are_the_targets_own(make_line: MakeLine) -> None:
         {"drafter": {"algorithm": "dflash"}},
         {"drafter": {"markov_head": "gated", "attention": "sliding", "sliding_window": 16}},
         {"drafter": {"markov_head": "rnn", "confidence_with_markov": False, "sample_from_anchor": False}},
-        {"drafter": {"draft_vocab_size": 40, "num_layers": 2, "attention": "mixed", "sliding_window": 16, "init": "target"}, "hidden": {"codec": "fp8"}},
+        {
+            "drafter": {"draft_vocab_size": 40, "num_layers": 2, "attention": "mixed", "sliding_window": 16, "init": "target", "carry": True},
+            "hidden": {"codec": "fp8"},
+        },
         {
             "hidden": {"store": "memory", "codec": "bf16"},
             "train": {"optimizer": "muon", "accumulate": 2},

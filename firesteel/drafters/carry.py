@@ -16,6 +16,7 @@ It is a start and no constraint: everything is trained from there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import torch
@@ -28,7 +29,7 @@ from firesteel.drafters.layers import DraftLayer
 
 # Logit between a query and the nearest key if all pairs agreed. 16 leaves half of the weight to others, 32 a tenth.
 _SHARPNESS = 32.0
-_REACH = 2048
+_REACH = 2048  # the furthest distance that counts
 _FIT_STEPS = 600
 _TOKENS = 8192
 # Of the root mean square that the target's own states have there. A sixteenth and the whole do as well.
@@ -46,25 +47,24 @@ class Nearest(NamedTuple):
     weight: Tensor
 
 
-def nearest(inverse: Tensor, slots: int, *, sharpness: float = _SHARPNESS, reach: int = _REACH) -> Nearest:
+def nearest(inverse: Tensor, slots: int) -> Nearest:
     """Query and key whose logit is greatest at the nearest position, whichever slot of a block asks.
 
-    The logit at distance d is `sharpness * sum_i a_i cos(f_i d + p_i)` with `a >= 0` that sum to 1; slot k sees distances from k + 1 on.
+    The logit at distance d is `_SHARPNESS * sum_i a_i cos(f_i d + p_i)` with `a >= 0` that sum to 1; slot k sees distances from k + 1 on.
     `a` and `p` minimise the mean and the worst over the slots of the softmax's negative log weight at d = k + 1.
 
     Args:
         inverse: `[D/2]` float32, RoPE's radians per position.
         slots: g.
-        reach: the furthest distance that counts.
     """
     frequencies = inverse.detach().cpu().float()
-    distance = torch.arange(1, reach + slots + 1, dtype=torch.float32)
+    distance = torch.arange(1, _REACH + slots + 1, dtype=torch.float32)
     turns = distance[:, None] * frequencies
     with torch.enable_grad():
         amplitude, phase = torch.zeros_like(frequencies, requires_grad=True), torch.zeros_like(frequencies, requires_grad=True)
         optimizer = torch.optim.Adam([amplitude, phase], lr=0.05)
         for _ in range(_FIT_STEPS):
-            logits = sharpness * (torch.cos(turns + phase) @ amplitude.softmax(0))
+            logits = _SHARPNESS * (torch.cos(turns + phase) @ amplitude.softmax(0))
             beyond = torch.logcumsumexp(logits.flip(0), 0).flip(0)
             lost = (beyond - logits)[:slots]
             optimizer.zero_grad()
@@ -90,8 +90,10 @@ def carry_state(drafter: BlockDrafter, samples: Sequence[Batch], embed: Tensor, 
     attention, h, d = layer.self_attn, config.hidden_size, config.head_dim
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     room = max(_TOKENS, 2 * h)
-    captured = torch.cat([b.context[:room] for b in samples])[:room].to(device, dtype)
-    tokens = torch.cat([b.token_ids[:room] for b in samples])[:room].to(device)
+    ends = accumulate(len(b.token_ids) for b in samples)
+    some = [b for b, end in zip(samples, ends, strict=True) if end - len(b.token_ids) < room]  # held-out states may be gigabytes: no copy of all
+    captured = torch.cat([b.context for b in some])[:room].to(device, dtype)
+    tokens = torch.cat([b.token_ids for b in some])[:room].to(device)
     embedded, mask = F.embedding(tokens, embed).to(dtype), embed[mask_token(config)].to(device, dtype)
     context = torch.cat([drafter.hidden_norm(drafter.fc(part)) for part in captured.split(4096)])
     inside = layer.input_layernorm(torch.cat([embedded, mask.expand(max(1, len(tokens) // 4), h)]))

@@ -68,11 +68,11 @@ def init_from_target(drafter: nn.Module, layers: Sequence[Mapping[str, Tensor]],
     mend = "set drafter.init=random, or take the target's sizes (drafter.intermediate_size, num_heads, num_kv_heads, head_dim empty)"
     own = dict(drafter.named_parameters())
     count = len({name.split(".")[1] for name in own if name.startswith("layers.")})
-    head_dim = int(cast(Any, drafter.config).head_dim)
     if not {"fc.weight", "norm.weight"} <= own.keys() or not count:
         raise RecipeError("drafter.init=target: this drafter has no layers that a target's could be copied into", mend="set drafter.init=random")
     if len(layers) != count:
         raise RecipeError(f"drafter.init=target: {len(layers)} target layers for drafter.num_layers={count}", mend="lower drafter.num_layers")
+    head_dim = int(cast(Any, drafter.config).head_dim)
     pairs: list[tuple[str, Tensor, Tensor]] = []
     for number, source in enumerate(layers):
         missing = [name for name in _COPIED if name not in source]

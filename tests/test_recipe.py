@@ -79,12 +79,13 @@ def test_compared_drafters_are_the_same_but_for_what_is_said() -> None:
     assert recipe.drafter_of("dflash2").draft_vocab_size is None
     warm = load_recipe("compare-smollm2", ["drafter.init=some/checkpoint"])
     assert (warm.drafter_of("dspark").init, warm.drafter_of("dflash").init) == ("some/checkpoint", "random")
+    shorter = load_recipe("compare-smollm2", ["evaluate.compare=[dflash]"])
+    assert shorter.drafter_of("dflash") == recipe.drafter_of("dflash")
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("evaluate.drafters={mtp: {num_layers: 1}}", "evaluate.drafters has mtp, which evaluate.compare has not"),
         (
             "evaluate.drafters={eagle3: {num_layer: 1}}",
             "unknown setting evaluate.drafters.eagle3.num_layer; did you mean evaluate.drafters.eagle3.num_layers?",

@@ -32,12 +32,15 @@ from firesteel.target.spec import TargetSpec
 def algorithms(line: Line) -> list[str]:
     """The recipe's drafter first, then those to compare it with, each once.
 
+    `evaluate.drafters` may have more than `evaluate.compare` (so a recipe's list can be shortened), but no name that nothing answers to.
+
     Raises:
         RecipeError: an algorithm that is not known.
     """
     recipe = line.recipe
-    for name in recipe.evaluate.compare:
-        get_spec(name, "evaluate.compare")
+    for setting, names in (("evaluate.compare", recipe.evaluate.compare), ("evaluate.drafters", recipe.evaluate.drafters)):
+        for name in names:
+            get_spec(name, setting)
     return list(dict.fromkeys([recipe.drafter.algorithm, *recipe.evaluate.compare]))
 
 

@@ -209,6 +209,7 @@ def test_a_drafter_that_does_not_keep_its_promise_is_not_packaged(make_line: Mak
             {"drafter": {"draft_vocab_size": 40}, "evaluate": {"compare": ["dflash2"]}},
             r"compare has dflash2: drafter.draft_vocab_size=40(.|\n)*in evaluate.drafters.dflash2",
         ),
+        ({"evaluate": {"drafters": {"eagle": {"num_layers": 1}}}}, r"evaluate.drafters=eagle is not known(.|\n)*did you mean peagle"),
         ({"evaluate": {"compare": ["mtp"]}}, "evaluate.compare has mtp: drafter.algorithm=mtp: no MTP head is known"),
         ({"drafter": {"init": "target", "num_layers": 5}}, r"init=target: 4 target layers for drafter.num_layers=5"),
         ({"drafter": {"init": "target", "intermediate_size": 40}}, r"init=target: .* is \[40, 32\] in the drafter and \[48, 32\]"),

@@ -7,18 +7,43 @@ import copy
 import pytest
 import torch
 
+from firesteel.training import muon
 from firesteel.training.muon import Muon, orthogonalise
+
+_JORDANS = ((3.4445, -4.7750, 2.0315),) * 5  # PyTorch's iterations
+
+
+def test_quintics_are_the_nearest_to_one_each_on_what_the_last_one_left() -> None:
+    # Chebyshev: of polynomials with three free coefficients the one whose error takes its largest size four times, with signs in turn, is nearest.
+    low, high = 0.005, 1.0
+    for a, b, c in muon.QUINTICS:
+        x = torch.linspace(low, 1.01 * high, 200_001, dtype=torch.float64)
+        error = a * x + b * x**3 + c * x**5 - 1
+        worst = float(error.abs().max())
+        signs = error[error.abs() > worst - 1e-4].sign()
+        assert 1 + int((signs[1:] != signs[:-1]).sum()) == 4
+        low, high = 1 - worst, 1 + worst
+    assert low == pytest.approx(0.495, abs=0.001)
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
 def test_update_keeps_the_singular_vectors_and_levels_the_values(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    matrix = torch.randn(shape)
-    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalise(matrix, half=False)
+    u, _, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    values = torch.logspace(0, -2, min(shape))
+    values /= values.norm()
+    found = orthogonalise(u * values @ vh, half=False)
     inner = u.T @ found @ vh.T
     assert float((inner - inner.diag().diag()).abs().max()) < 1e-4
-    assert 0.6 < float(inner.diag().min()) <= float(inner.diag().max()) < 1.3
+    assert float(values.min()) > 0.003
+    assert 0.3 < float(inner.diag().min()) <= float(inner.diag().max()) < 1.51
+
+
+def test_wide_matrices_take_the_iterations_of_others() -> None:
+    torch.manual_seed(4)
+    wide = torch.randn(24, 40)
+    wide /= wide.norm()
+    assert torch.allclose(muon._by_gram(wide.clone()), muon._by_rows(wide.clone()), atol=1e-5)
 
 
 def test_bfloat16_iterations_are_close_to_float32s() -> None:
@@ -31,7 +56,8 @@ def test_bfloat16_iterations_are_close_to_float32s() -> None:
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
-def test_steps_are_those_of_pytorchs_muon(shape: tuple[int, int]) -> None:
+def test_steps_are_those_of_pytorchs_muon(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "QUINTICS", _JORDANS)
     torch.manual_seed(2)
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())

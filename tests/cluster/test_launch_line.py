@@ -57,6 +57,7 @@ def nothing_left(folder: Path) -> bool:
     return subprocess.run(["pgrep", "-f", str(folder / "vllm-python")], capture_output=True, check=False).returncode == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_three_nodes_of_this_machine(tmp_path: Path) -> None:
     file, port = write(tmp_path, cluster=three_nodes)
     done = firesteel("launch", str(file))

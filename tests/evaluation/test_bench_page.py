@@ -96,6 +96,7 @@ def test_a_server_that_answered_nothing_leaves_a_page(tmp_path: Path) -> None:
     assert "plain has no level without failed requests" in text
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: the page cannot be looked at")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_page_does_not_scroll_sideways(page: str, tmp_path: Path, width: int) -> None:

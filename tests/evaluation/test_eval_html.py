@@ -127,6 +127,7 @@ def test_write_report(bare_report: dict[str, Any], bare_page: str, tmp_path: Pat
     assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == bare_page  # equal reports give equal bytes
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: the page cannot be looked at")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_page_does_not_scroll_sideways(full_page: str, tmp_path: Path, width: int) -> None:

@@ -116,6 +116,7 @@ def test_other_verbs_are_refused(base_folder: Path, tmp_path: Path) -> None:
     assert not (line.folder / "train").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(base_folder: Path, tmp_path: Path) -> None:
     """A world size that does not divide: every rank says so, nobody waits."""
     recipe, _ = prepared(base_folder, tmp_path, context_ranks=3)

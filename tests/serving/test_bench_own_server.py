@@ -16,7 +16,8 @@ from firesteel.evaluation.bench import read_bench
 pytestmark = pytest.mark.skipif(find_spec("guidellm") is None, reason='guidellm is not installed (pip install "firesteel[bench]")')
 
 
-@pytest.mark.parametrize("api", [pytest.param("chat", marks=pytest.mark.slow), "completions"])
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["chat", "completions"])
 def test_the_drafter_is_faster_where_steps_are_slow(tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firesteel.evaluation.bench_plots.DPI", 30)
     rows = [{"domain": "words", "prompt": decode([i, i + 1, i + 2]).strip()} for i in range(3, 9)]

@@ -103,6 +103,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         recipe_from_dict({"train": {"max_steps": 1}, **settings})
 
 
+@pytest.mark.processes
 def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
     port = free_port()
     # Like vLLM's engine, a child that would outlive its parent.
@@ -115,6 +116,7 @@ def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> No
     assert subprocess.run(["pgrep", "-f", f"sleep 321{port}"], capture_output=True, check=False).returncode == 1
 
 
+@pytest.mark.processes
 def test_a_server_that_dies_hangs_or_is_not_there_says_why(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     dies = ServerPlan([sys.executable, "-c", "print('starting'); raise ValueError('no room on the device')"], {}, url)
@@ -173,6 +175,7 @@ def test_a_taken_port_of_the_master_is_named_before_anything_starts(tmp_path: Pa
     assert not (tmp_path / "master.log").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("who", ["server", "Mooncake master"])
 def test_whichever_process_dies_ends_the_wait_and_is_named(tmp_path: Path, who: str) -> None:
     port = free_port()
@@ -278,6 +281,7 @@ def test_a_store_for_hundreds_of_gigabytes_is_refused_before_it_is_asked_for(tmp
     assert check_room(hidden, 5, 7168) == 8 * largest_sample(hidden, 5, 7168)
 
 
+@pytest.mark.processes
 def test_the_verb_ends_its_server_when_it_is_told_to(tmp_path: Path) -> None:
     port = free_port()
     fake = tmp_path / "python"

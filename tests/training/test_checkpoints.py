@@ -58,6 +58,7 @@ def interrupted(folder: Path, settings: dict[str, Any]) -> None:
 SHAPES = {"one": (1, {"accumulate": 2}), "ddp": (2, {"parallel": "ddp"}), "fsdp": (2, {"parallel": "fsdp"})}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [("one", "fsdp"), ("fsdp", "one"), ("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "one")])
 def test_a_state_is_resumed_by_other_processes(before: str, after: str, tmp_path: Path) -> None:
     """Stopped after three steps and gone on with in another way: the curve and the weights are the undisturbed run's."""
@@ -190,12 +191,14 @@ def _full_on_one_rank(folder: Path) -> None:
     assert any("No space left on device" in t.get("alarm", "") for t in told)
 
 
+@pytest.mark.processes
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
     """No half of a state is taken for one; nobody waits for the rank that failed."""
     launch(2, _full_on_one_rank, tmp_path)
     assert states(tmp_path) == ["000000001"]
 
 
+@pytest.mark.processes
 def test_a_save_that_never_ends_leaves_the_one_before(tmp_path: Path) -> None:
     """kill -9 while a state is written: the next start finds the last whole one, and sweeps the rest away."""
     script = tmp_path / "dies.py"

@@ -18,6 +18,8 @@ from firesteel.training.parallel import ALONE, World, open_world
 from firesteel.training.schedule import loss_weights
 from firesteel.training.step import compute_loss, gradients, settle
 
+pytestmark = pytest.mark.processes
+
 CASES = [
     ("dspark", "ddp", {"optimizer": "adamw"}),
     ("dspark", "fsdp", {"optimizer": "muon", "weight_decay": 0.01}),

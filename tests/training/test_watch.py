@@ -174,6 +174,7 @@ def _goes_back(folder: Path, parallel: str) -> None:
     assert (result.progress.returns, result.progress.step) == (1, 60)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_go_back_together(tmp_path: Path, parallel: str) -> None:
     launch(2, _goes_back, tmp_path, parallel)

@@ -82,6 +82,8 @@ class Recipe(Section):
         if self.hidden.mooncake.buffer_gb > self.hidden.mooncake.segment_gb:
             raise ValueError("hidden.mooncake.segment_gb must hold what fits into hidden.mooncake.buffer_gb, the largest sample")
         for name in self.evaluate.drafters:
+            if name == self.drafter.algorithm and name not in self.evaluate.compare:
+                raise ValueError(f"evaluate.drafters has {name}, which is the recipe's own drafter: its settings are drafter's")
             try:
                 self.drafter_of(name)
             except ValidationError as e:

@@ -331,7 +331,8 @@ class Evaluate(Section):
     draft_lengths: list[int] | None = Field(None, description="Verification lengths tried for speed; empty tries a few.")
     compare: list[str] = Field(default_factory=list, description="Algorithms to train on the same data and budget and to report beside.")
     drafters: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Where a compared algorithm's `drafter` settings differ, as in {eagle3: {num_layers: 1}}; others' wait unused."
+        default_factory=dict,
+        description="Where a compared algorithm's `drafter` settings differ, such as {eagle3: {num_layers: 1}}; not used where it is not compared.",
     )
     checkpoints: dict[str, str] = Field(
         default_factory=dict, description="Checkpoints of this target to report beside, {NAME: FOLDER}, in the speculators format (docs/convert.md)."

@@ -86,6 +86,7 @@ def test_compared_drafters_are_the_same_but_for_what_is_said() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("evaluate.drafters={dspark: {num_layers: 1}}", "evaluate.drafters has dspark, which is the recipe's own drafter"),
         (
             "evaluate.drafters={eagle3: {num_layer: 1}}",
             "unknown setting evaluate.drafters.eagle3.num_layer; did you mean evaluate.drafters.eagle3.num_layers?",

@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024): momentum whose update is made orthogonal by Newton-Schulz iterations.
 
-As `torch.optim.Muon`, except for the iterations. Ours are three with a polynomial each instead of five of one kind, which train as well in half the time
+As `torch.optim.Muon`, except for the iterations. Ours are three with a polynomial each instead of five of one kind, which train as well at half the cost
 (docs/learning-log.md), and run in the precision in which this machine multiplies fast: PyTorch's always take bfloat16, which is ten times slower than
 float32 on a processor without bfloat16 instructions.
 
@@ -106,9 +106,10 @@ def _by_rows(x: Tensor) -> Tensor:
     for a, b, c in QUINTICS:
         gram = matmul_nt(x, x)
         if x.dtype == torch.bfloat16:  # sums are rounded once, not after every term
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, factor, x, beta=a)
         else:
-            x = matmul_nn(matmul_nn(gram, gram).mul_(c).add_(gram, alpha=b), x).add_(x, alpha=a)
+            x = matmul_nn(_polynomial(gram, a, b, c), x)
     return x
 
 
